@@ -1,0 +1,298 @@
+"""Bytes <-> record: Kafka key, headers and a MessagePack value. Pure; never unpickles; reads with plain `msgpack`.
+
+Refuses to judge: it says what a record is or why it can't be read, and nothing about runs or staleness.
+
+Key: the group id, so that a group's members share a partition. Headers (ASCII text, readable in any Kafka tool) carry
+all that a consumer needs to decide without touching the value:
+
+    schema  run  trajectory  group  group_size  group_index  min_version  max_version  tokens
+
+Value: a MessagePack map of the fields of `Trajectory`. An array is the map {"dtype": "<i4", "data": bytes}: raw,
+little-endian, one-dimensional. Token ids take the narrowest of uint16 and uint32 that holds them; `loss_mask` is nil where
+every token counts.
+
+Compatibility. The schema is MAJOR.MINOR. A minor step may add fields, which older readers ignore and newer readers
+default; it never changes or removes one. A major step may do anything, and a reader refuses majors it does not know
+with `SchemaError`, from the header alone.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from echo.errors import CorruptRecordError, SchemaError
+from echo.trajectory import Sampling, Trajectory, problems
+
+SCHEMA_MAJOR = 1
+SCHEMA_MINOR = 0
+SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
+
+Headers = list[tuple[str, bytes]]
+
+_TOKEN_DTYPES = {"<u2", "<u4", "<i4"}
+_LOGPROB_DTYPES = {"<f4", "<f2"}
+
+
+class EncodedRecord(NamedTuple):
+    """What goes to Kafka."""
+
+    key: bytes
+    headers: Headers
+    value: bytes
+
+
+class RecordHeader(NamedTuple):
+    """What the headers say: enough to decide about a record."""
+
+    run_id: str
+    trajectory_id: str
+    group_id: str
+    group_size: int
+    group_index: int
+    min_policy_version: int
+    max_policy_version: int
+    token_count: int
+
+
+class _Array(msgspec.Struct):
+    dtype: str
+    data: bytes
+
+
+class _Value(msgspec.Struct, kw_only=True):
+    """The wire form of the value. Field names are the schema: see the compatibility rule above."""
+
+    schema: str
+    run_id: str
+    trajectory_id: str
+    group_id: str
+    group_size: int
+    group_index: int
+    task: str
+    prompt_id: str
+    prompt_ids: _Array
+    completion_ids: _Array
+    logprobs: _Array
+    loss_mask: _Array | None
+    spans: list[tuple[int, int]]
+    reward: float
+    reward_components: dict[str, float]
+    finish_reason: str
+    sampling: Sampling
+    engine: str
+    model: str
+    producer_id: str
+    sequence_number: int
+    started_at: float
+    finished_at: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Value)
+
+
+def encode(trajectory: Trajectory) -> EncodedRecord:
+    """Encode a sound record.
+
+    Raises CorruptRecordError where the record's own values are wrong (`trajectory.problems`).
+    """
+    wrong = problems(trajectory)
+    if wrong:
+        raise CorruptRecordError(f"trajectory {trajectory.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
+    t = trajectory
+    value = _Value(
+        schema=SCHEMA,
+        run_id=t.run_id,
+        trajectory_id=t.trajectory_id,
+        group_id=t.group_id,
+        group_size=t.group_size,
+        group_index=t.group_index,
+        task=t.task,
+        prompt_id=t.prompt_id,
+        prompt_ids=_pack_ids(t.prompt_ids),
+        completion_ids=_pack_ids(t.completion_ids),
+        logprobs=_pack_logprobs(t.logprobs),
+        loss_mask=None if t.loss_mask.all() else _Array("|b1", np.ascontiguousarray(t.loss_mask, dtype="|b1").tobytes()),
+        spans=list(t.spans),
+        reward=float(t.reward),
+        reward_components=t.reward_components,
+        finish_reason=t.finish_reason,
+        sampling=t.sampling,
+        engine=t.engine,
+        model=t.model,
+        producer_id=t.producer_id,
+        sequence_number=t.sequence_number,
+        started_at=t.started_at,
+        finished_at=t.finished_at,
+    )
+    headers: Headers = [
+        ("schema", SCHEMA.encode()),
+        ("run", t.run_id.encode()),
+        ("trajectory", t.trajectory_id.encode()),
+        ("group", t.group_id.encode()),
+        ("group_size", b"%d" % t.group_size),
+        ("group_index", b"%d" % t.group_index),
+        ("min_version", b"%d" % t.min_policy_version),
+        ("max_version", b"%d" % t.max_policy_version),
+        ("tokens", b"%d" % t.token_count),
+    ]
+    return EncodedRecord(t.group_id.encode(), headers, _encoder.encode(value))
+
+
+def decode_headers(headers: Iterable[tuple[str, bytes | None]] | None) -> RecordHeader:
+    """Read the headers alone.
+
+    Raises SchemaError for an unknown major version, CorruptRecordError for missing or unreadable headers.
+    """
+    found = dict(headers or ())
+    schema = found.get("schema")
+    if schema is None:
+        raise CorruptRecordError("header 'schema' is missing: not an Echo trajectory record")
+    check_schema(schema)
+    try:
+        return RecordHeader(
+            _text(found["run"]),
+            _text(found["trajectory"]),
+            _text(found["group"]),
+            _count(found["group_size"]),
+            _count(found["group_index"]),
+            _count(found["min_version"]),
+            _count(found["max_version"]),
+            _count(found["tokens"]),
+        )
+    except KeyError as error:
+        raise CorruptRecordError(f"header {error} is missing") from None
+    except ValueError as error:
+        raise CorruptRecordError(f"a header can't be read: {error}") from None
+
+
+def check_schema(schema: bytes | str | None) -> None:
+    """Raise SchemaError unless this reader knows the schema's major version."""
+    text = schema.decode("ascii", "replace") if isinstance(schema, bytes) else str(schema)
+    major, _, minor = text.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        raise SchemaError(f"schema {text[:40]!r} is not MAJOR.MINOR")
+    if int(major) != SCHEMA_MAJOR:
+        raise SchemaError(f"schema {text} has major version {major}, this reader knows {SCHEMA_MAJOR}: upgrade it")
+
+
+def decode(value: bytes | None) -> Trajectory:
+    """Decode a value.
+
+    Raises SchemaError for an unknown major version, CorruptRecordError for bytes or values that are not a sound record.
+    The arrays are read-only views of `value`, or widened copies.
+    """
+    if not value:
+        raise CorruptRecordError("the record has no value")
+    try:
+        wire = _decoder.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        check_schema(_schema_of(value))
+        raise CorruptRecordError(f"the value is not a record of schema {SCHEMA}: {error}") from None
+    check_schema(wire.schema)
+    completion_ids = _unpack("completion_ids", wire.completion_ids, _TOKEN_DTYPES).astype(np.int32, copy=False)
+    mask = (
+        np.ones(len(completion_ids), dtype=np.bool_)
+        if wire.loss_mask is None
+        else _unpack("loss_mask", wire.loss_mask, {"|b1"})
+    )
+    trajectory = Trajectory(
+        run_id=wire.run_id,
+        trajectory_id=wire.trajectory_id,
+        group_id=wire.group_id,
+        group_size=wire.group_size,
+        group_index=wire.group_index,
+        task=wire.task,
+        prompt_id=wire.prompt_id,
+        prompt_ids=_unpack("prompt_ids", wire.prompt_ids, _TOKEN_DTYPES).astype(np.int32, copy=False),
+        completion_ids=completion_ids,
+        logprobs=_unpack("logprobs", wire.logprobs, _LOGPROB_DTYPES),
+        loss_mask=mask,
+        spans=tuple(wire.spans),
+        reward=wire.reward,
+        reward_components=wire.reward_components,
+        finish_reason=wire.finish_reason,
+        sampling=wire.sampling,
+        engine=wire.engine,
+        model=wire.model,
+        producer_id=wire.producer_id,
+        sequence_number=wire.sequence_number,
+        started_at=wire.started_at,
+        finished_at=wire.finished_at,
+    )
+    wrong = problems(trajectory)
+    if wrong:
+        raise CorruptRecordError(f"trajectory {wire.trajectory_id[:200]!r} is unsound: {'; '.join(wrong)}")
+    return trajectory
+
+
+def header_of(trajectory: Trajectory) -> RecordHeader:
+    """What the headers of a record must say; a reader compares, so that headers and value can't tell different stories."""
+    t = trajectory
+    return RecordHeader(
+        t.run_id,
+        t.trajectory_id,
+        t.group_id,
+        t.group_size,
+        t.group_index,
+        t.min_policy_version,
+        t.max_policy_version,
+        t.token_count,
+    )
+
+
+def _text(raw: bytes | None) -> str:
+    if raw is None:
+        raise ValueError("null")
+    return raw.decode()
+
+
+def _count(raw: bytes | None) -> int:
+    # int() alone would take "+1", "1_0" and blanks, and digits without end.
+    if raw is None or len(raw) > 19 or not raw.isdigit():
+        raise ValueError(f"{raw!r} is not a count")
+    return int(raw)
+
+
+def _pack_ids(ids: npt.NDArray[np.int32]) -> _Array:
+    if len(ids) and (int(ids.min()) < 0):
+        raise CorruptRecordError(f"token id {int(ids.min())} is negative")
+    dtype = "<u2" if len(ids) == 0 or int(ids.max()) < 2**16 else "<u4"
+    return _Array(dtype, ids.astype(dtype).tobytes())
+
+
+def _pack_logprobs(logprobs: npt.NDArray[Any]) -> _Array:
+    dtype = "<f2" if logprobs.dtype == np.float16 else "<f4"
+    return _Array(dtype, logprobs.astype(dtype, copy=False).tobytes())
+
+
+def _unpack(name: str, array: _Array, allowed: set[str]) -> npt.NDArray[Any]:
+    if array.dtype not in allowed:
+        raise CorruptRecordError(f"{name} has dtype {array.dtype[:20]!r}, not one of {', '.join(sorted(allowed))}")
+    dtype = np.dtype(array.dtype)
+    if len(array.data) % dtype.itemsize:
+        raise CorruptRecordError(f"{name} has {len(array.data)} bytes, not a multiple of {dtype.itemsize}")
+    values = np.frombuffer(array.data, dtype=dtype)
+    if dtype.kind == "u" and len(values) and int(values.max()) > np.iinfo(np.int32).max:
+        raise CorruptRecordError(f"{name} holds a token id above 2**31 - 1")
+    if dtype.kind == "b" and len(values) and np.frombuffer(array.data, dtype="u1").max() > 1:
+        raise CorruptRecordError(f"{name} holds a byte other than 0 and 1")
+    return values
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: str
+
+
+_schema_decoder = msgspec.msgpack.Decoder(_SchemaOnly)
+
+
+def _schema_of(value: bytes) -> str:
+    """The schema a value claims, so that a future major is told from garbage; our own schema where it claims none."""
+    try:
+        return _schema_decoder.decode(value).schema
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return SCHEMA

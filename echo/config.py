@@ -1,0 +1,378 @@
+"""One run file for both sides: `echo-produce run.yaml`, `echo-train run.yaml`, overrides as `learner.lr=1e-4`.
+
+Refuses unknown keys (naming the nearest known one), and keeps secrets out of every printed form. Relative paths are
+relative to the run file. JSON Schema: `python -m echo.config`.
+"""
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from echo.errors import ConfigError
+
+# Settings of librdkafka whose values are secret, by part of their name.
+_SECRET_PARTS = ("password", "secret", "jaas", "key.pem", "token", "oauthbearer.config")
+
+
+def _hide_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: SecretStr(str(item))
+        if any(part in str(name) for part in _SECRET_PARTS) and not isinstance(item, SecretStr)
+        else item
+        for name, item in value.items()
+    }
+
+
+Setting = bool | int | float | str | SecretStr
+ClientSettings = Annotated[dict[str, Setting], BeforeValidator(_hide_secrets)]
+Strict = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class _Section(BaseModel):
+    model_config = Strict
+
+
+class ModelConfig(_Section):
+    path: str = Field(min_length=1)
+    """A Hugging Face model folder or hub id: architecture, tokenizer, and the initial policy (version 0)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the learner computes in; the dtype that is published is `weights.dtype`."""
+
+
+class TaskConfig(_Section):
+    name: str = "reasoning_gym"
+    """A task of producers/tasks."""
+    params: dict[str, Any] = {}
+    """What that task takes; it refuses what it does not know."""
+    seed: int = 0
+    """Seeds the order of prompts; every producer incarnation draws its own stream from it."""
+    scorer_timeout_s: float = Field(default=5.0, gt=0)
+    """Wall-clock limit for scoring one completion."""
+    scorer_memory_mib: int = Field(default=2048, ge=64)
+    """Address space limit of the scoring process."""
+
+
+class BrokerConfig(_Section):
+    settings: ClientSettings = {}
+    """librdkafka settings, passed through as they are: bootstrap.servers, security.protocol, sasl.*, ssl.*, ..."""
+    apache_home: Path | None = None
+    """A Kafka home for an embedded Apache Kafka, where `bootstrap.servers` is not set. Else KAFKA_HOME, else Tansu."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Deadline for every question to the broker at start."""
+
+
+class TopicsConfig(_Section):
+    file: Path | None = None
+    """topics.yaml; None takes the one that ships with Echo."""
+    prefix: str = ""
+    """Goes before every topic name of topics.yaml, e.g. "team-a."."""
+
+
+class SamplingConfig(_Section):
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories per prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps the whole vocabulary."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Completion tokens at most."""
+
+
+class ProducerConfig(_Section):
+    engine: str = "transformers"
+    """An engine of producers/engines."""
+    engine_params: dict[str, Any] = {}
+    """What that engine takes; it refuses what it does not know."""
+    groups_per_call: int = Field(default=8, ge=1)
+    """Groups sampled together in one batch, window permitting."""
+    logprob_dtype: Literal["float32", "float16"] = "float32"
+    """On the wire."""
+    queue_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """Trajectories waiting for the broker's acknowledgement, bytes; when full, sampling waits."""
+    flush_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a stopping producer waits for the last acknowledgements."""
+    heartbeat_s: float = Field(default=5.0, gt=0)
+    threads: int = Field(default=0, ge=0)
+    """Torch threads of the transformers engine; 0 leaves torch's own choice."""
+    seed: int | None = None
+    """Seeds sampling; None draws fresh entropy per incarnation."""
+
+
+class BatchConfig(_Section):
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups of one optimiser step."""
+    buffer_bytes: int = Field(default=2**30, ge=2**20)
+    """Complete and incomplete groups held by the trainer, bytes; when full, its partitions are paused."""
+    group_deadline_s: float = Field(default=120.0, gt=0)
+    """An incomplete group is dropped this long after its first member was read."""
+    producer_dead_s: float = Field(default=30.0, gt=0)
+    """Without a heartbeat for so long a producer is dead and its window goes to the others."""
+
+
+class LearnerConfig(_Section):
+    steps: int = Field(default=100, ge=0)
+    """Optimiser steps of the run."""
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
+    advantage: Literal["grpo"] = "grpo"
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    correction: Literal["token_tis", "none"] = "token_tis"
+    """Off-policy correction."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """Upper bound of a token's truncated importance weight."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    tokens_per_microbatch: int = Field(default=16384, ge=1)
+    """Padded tokens of one forward pass; the gradient does not depend on it."""
+    threads: int = Field(default=0, ge=0)
+    """Torch threads; 0 leaves torch's own choice."""
+    publish_every: int = Field(default=1, ge=1)
+    """kappa: learner steps per published version."""
+
+
+class CheckpointConfig(_Section):
+    dir: Path = Path("checkpoints")
+    every: int = Field(default=10, ge=1)
+    """Learner steps between checkpoints; one is always written at the end."""
+    keep: int = Field(default=2, ge=1)
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest whole checkpoint in `dir`, if there is one."""
+
+
+class WeightsConfig(_Section):
+    dir: Path = Path("weights")
+    """The store: chunks and manifests."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What is published and sampled from."""
+    serve: bool = True
+    """echo-train starts `echo-weights serve` on the store; False where one is already running."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=9103, ge=0, le=65535)
+    """0 takes a free port."""
+    url: str | None = None
+    """Where producers reach the server; None is http://host:port."""
+    token: SecretStr | None = None
+    """Bearer token, asked of every puller."""
+    chunk_bytes: int = Field(default=8 * 2**20, ge=4096)
+    keep: int | None = Field(default=None, ge=2)
+    """Versions kept at least; None is max_staleness + 2."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    read_timeout_s: float = Field(default=60.0, gt=0)
+    pull_deadline_s: float = Field(default=600.0, gt=0)
+    """One pull, retries included."""
+
+
+class MetricsConfig(_Section):
+    host: str = "127.0.0.1"
+    train_port: int = Field(default=9101, ge=0, le=65535)
+    produce_port: int = Field(default=9102, ge=0, le=65535)
+    """0 takes a free port; the start-up line says which."""
+
+
+class LimitsConfig(_Section):
+    record_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Largest record; the same in topic, producer and fetch, checked at start."""
+    waiting_s: float = Field(default=30.0, gt=0)
+    """After so long without progress a process says what it waits for."""
+
+
+class RunConfig(_Section):
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Names the run in every record, message, manifest and metric."""
+    mode: Literal["async"] = "async"
+    max_staleness: int = Field(default=4, ge=0)
+    """S: a trajectory is trained while newest announced version - its oldest version <= S."""
+    seed: int = 0
+    model: ModelConfig
+    task: TaskConfig = TaskConfig()
+    broker: BrokerConfig = BrokerConfig()
+    topics: TopicsConfig = TopicsConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    producer: ProducerConfig = ProducerConfig()
+    batch: BatchConfig = BatchConfig()
+    learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunConfig":
+        if self.weights.keep is not None and self.weights.keep < self.max_staleness + 2:
+            raise ValueError(f"weights.keep is {self.weights.keep}, less than max_staleness + 2 = {self.max_staleness + 2}")
+        return self
+
+    @property
+    def versions_kept(self) -> int:
+        return self.weights.keep if self.weights.keep is not None else self.max_staleness + 2
+
+    @property
+    def weights_url(self) -> str:
+        return self.weights.url or f"http://{self.weights.host}:{self.weights.port}"
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `dotted.key=value` overrides (values are YAML).
+
+    Raises ConfigError naming the file or override, the key and, for an unknown one, the nearest known key.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a run file is a mapping of keys, like 'run_id: my-run'")
+    for override in overrides:
+        _apply(data, override)
+    try:
+        run = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "; ".join(_explain(item) for item in error.errors())) from None
+    return _anchor(run, path.resolve().parent)
+
+
+def dump(run: RunConfig) -> str:
+    """The resolved run file as YAML, secrets masked."""
+    return yaml.safe_dump(json.loads(run.model_dump_json()), sort_keys=False)
+
+
+def save(run: RunConfig, path: Path) -> None:
+    """Write a run file that `load` reads back, secrets included, readable by its owner only."""
+    data = _open_secrets(run.model_dump())
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+
+
+def _open_secrets(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _open_secrets(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_open_secrets(item) for item in value]
+    return value
+
+
+def _anchor(run: RunConfig, folder: Path) -> RunConfig:
+    """Make relative paths absolute. A model that exists beside the file is a folder, any other name a hub id."""
+
+    def at(path: Path) -> Path:
+        return path if path.is_absolute() else folder / path
+
+    model = run.model
+    local = at(Path(model.path).expanduser())
+    if local.exists():
+        model = model.model_copy(update={"path": str(local)})
+    topics, broker = run.topics, run.broker
+    if topics.file is not None:
+        topics = topics.model_copy(update={"file": at(topics.file)})
+    if broker.apache_home is not None:
+        broker = broker.model_copy(update={"apache_home": at(broker.apache_home)})
+    return run.model_copy(
+        update={
+            "model": model,
+            "topics": topics,
+            "broker": broker,
+            "checkpoint": run.checkpoint.model_copy(update={"dir": at(run.checkpoint.dir)}),
+            "weights": run.weights.model_copy(update={"dir": at(run.weights.dir)}),
+        }
+    )
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"override {override!r} is not KEY=VALUE, like learner.lr=1e-4")
+    parts = _split(name)
+    place = data
+    for part in parts[:-1]:
+        inner = place.setdefault(part, {})
+        if inner is None:
+            inner = place[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+        place = inner
+    try:
+        place[parts[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
+
+
+def _split(name: str) -> list[str]:
+    """Split a dotted key at the model's own sections: below a free mapping (broker.settings) dots belong to the key."""
+    parts: list[str] = []
+    section: type[BaseModel] | None = RunConfig
+    rest = name
+    while section is not None:
+        part, dot, rest_after = rest.partition(".")
+        parts.append(part)
+        if not dot:
+            return parts
+        rest = rest_after
+        section = _section_at(section, part)
+    parts.append(rest)
+    return parts
+
+
+def _section_at(section: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model behind a key, None where the key is unknown or a plain value."""
+    field = section.model_fields.get(name)
+    candidates = () if field is None else (field.annotation, *get_args(field.annotation))
+    return next((a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)), None)
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as a phrase."""
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _keys_beside(location)
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.4)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown key {key}: {hint}"
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _keys_beside(location: Sequence[str]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        inner = _section_at(section, part)
+        if inner is None:
+            return []
+        section = inner
+    return sorted(section.model_fields)
+
+
+if __name__ == "__main__":
+    import sys
+
+    json.dump(RunConfig.model_json_schema(), sys.stdout, indent=2)

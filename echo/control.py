@@ -1,0 +1,144 @@
+"""The messages between the two sides beside trajectories: announcements, progress, end of run, requests, heartbeats.
+
+Refuses to send or receive. JSON on the wire (low rate, readable in any Kafka tool), tagged by "type", unknown fields
+ignored. Key: "<run>/<type>" on the control topic, so that compaction keeps each run's newest of each type; the producer
+id on heartbeats.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from echo.errors import ControlError
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer tells one producer incarnation about admission.
+
+    window: groups that it may have outstanding. resolved: its groups resolved so far (trained, dropped or dead-lettered).
+    """
+
+    window: int
+    resolved: int
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="announcement"):
+    """A policy is durable and servable. `grants` is keyed by producer incarnation; `nbytes` is the size of its tensors.
+
+    step: learner steps behind this version. created: seconds since the epoch.
+    """
+
+    run_id: str
+    version: int
+    step: int
+    manifest_urls: tuple[str, ...]
+    manifest_digest: str
+    nbytes: int
+    grants: dict[str, Grant] = {}
+    created: float
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="progress"):
+    """Grants between announcements: a producer joined or died, or groups were resolved without a new version."""
+
+    run_id: str
+    version: int
+    step: int
+    grants: dict[str, Grant]
+    created: float
+
+
+class EndOfRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end_of_run"):
+    """The run is over: producers finish, flush and exit 0. `reason` is for people."""
+
+    run_id: str
+    version: int
+    step: int
+    reason: str
+    created: float
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="request"):
+    """Sequential mode: sample these prompts, with exactly this policy version."""
+
+    run_id: str
+    request_id: str
+    producer: str
+    version: int
+    group_ids: tuple[str, ...]
+    prompt_ids: tuple[str, ...]
+    deadline: float
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="heartbeat"):
+    """A producer's status, every few seconds and at each change of version.
+
+    serving: the version its engine really samples from, -1 before the first. announced: the newest it has heard of.
+    groups_started, groups_published, trajectories, tokens: totals of this incarnation. state: what it does right now.
+    last_pull_error: why the newest version is not served yet; "" when all is well. metrics_url: where Prometheus finds it.
+    """
+
+    run_id: str
+    producer_id: str
+    incarnation: str
+    sequence: int
+    state: str
+    serving: int
+    announced: int
+    groups_started: int
+    groups_published: int
+    trajectories: int
+    tokens: int
+    pulls: int
+    failed_pulls: int
+    last_pull_error: str = ""
+    queued_bytes: int = 0
+    leaving: bool = False
+    metrics_url: str = ""
+    created: float
+
+
+ControlMessage: TypeAlias = Announcement | Progress | EndOfRun
+
+_encoder = msgspec.json.Encoder()
+_control = msgspec.json.Decoder(ControlMessage)
+_request = msgspec.json.Decoder(Request)
+_heartbeat = msgspec.json.Decoder(Heartbeat)
+
+
+def encode(message: ControlMessage | Request | Heartbeat) -> bytes:
+    return _encoder.encode(message)
+
+
+def key(message: ControlMessage | Request | Heartbeat) -> bytes:
+    """The Kafka key that makes compaction keep what a late joiner needs."""
+    if isinstance(message, Heartbeat):
+        return f"{message.run_id}/{message.producer_id}".encode()
+    if isinstance(message, Request):
+        return message.request_id.encode()
+    return f"{message.run_id}/{type(message).__struct_config__.tag}".encode()
+
+
+def decode_control(value: bytes | None, where: str) -> ControlMessage:
+    """Read a control message. Raises ControlError naming `where` it stood (topic, partition, offset)."""
+    message: ControlMessage = _decode(_control, value, where)
+    return message
+
+
+def decode_request(value: bytes | None, where: str) -> Request:
+    """Read a request. Raises ControlError naming `where` it stood."""
+    message: Request = _decode(_request, value, where)
+    return message
+
+
+def decode_heartbeat(value: bytes | None, where: str) -> Heartbeat:
+    """Read a heartbeat. Raises ControlError naming `where` it stood."""
+    message: Heartbeat = _decode(_heartbeat, value, where)
+    return message
+
+
+def _decode(decoder, value: bytes | None, where: str):  # type: ignore[no-untyped-def]
+    try:
+        return decoder.decode(value or b"")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ControlError(f"{where}: not a message of this schema ({error}); it is skipped") from None

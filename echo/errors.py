@@ -1,0 +1,90 @@
+"""The error tree. Everything that Echo raises on purpose derives from `EchoError`.
+
+    EchoError
+    ├── ConfigError          a run file, an override or topics.yaml is wrong (also a ValueError)
+    ├── RecordError          a trajectory record can't be used (also a ValueError)
+    │   ├── SchemaError      its major schema version is unknown
+    │   └── CorruptRecordError   its bytes are not a valid record
+    ├── ControlError         a control, request or heartbeat message can't be read (also a ValueError)
+    ├── TopicError           a topic is missing, or differs from what topics.yaml promises
+    ├── BrokerError          the broker refused or did not answer; `retriable` says whether trying again may help
+    │   └── FencedError      another trainer of the same run has taken over
+    ├── WeightsError         weights could not be stored or pulled; `retriable` as above
+    │   ├── ManifestError    a manifest is missing, foreign, or does not match its digest
+    │   └── ChunkError       a chunk is missing or does not match its digest
+    ├── EngineError          an inference engine failed
+    ├── TaskError            a task can't be built or scored
+    └── CheckpointError      a checkpoint is incomplete, damaged, or belongs to another run
+
+A message names the place (file, key, topic, partition, offset, URL) and says what to do.
+"""
+
+
+class EchoError(Exception):
+    """Base of every error that Echo raises on purpose."""
+
+    retriable = False
+
+
+class ConfigError(EchoError, ValueError):
+    """A run file, an override or a topic file is wrong."""
+
+
+class RecordError(EchoError, ValueError):
+    """A trajectory record can't be used."""
+
+
+class SchemaError(RecordError):
+    """The record's major schema version is unknown to this reader."""
+
+
+class CorruptRecordError(RecordError):
+    """The bytes are not a valid record."""
+
+
+class ControlError(EchoError, ValueError):
+    """A control, request or heartbeat message can't be read."""
+
+
+class TopicError(EchoError):
+    """A topic is missing or differs from its specification."""
+
+
+class BrokerError(EchoError):
+    """The broker refused a request or did not answer in time."""
+
+    def __init__(self, message: str, *, retriable: bool = False) -> None:
+        super().__init__(message)
+        self.retriable = retriable
+
+
+class FencedError(BrokerError):
+    """Another trainer of the same run has taken over the control topic."""
+
+
+class WeightsError(EchoError):
+    """Weights could not be stored or pulled."""
+
+    def __init__(self, message: str, *, retriable: bool = False) -> None:
+        super().__init__(message)
+        self.retriable = retriable
+
+
+class ManifestError(WeightsError):
+    """A manifest is missing, belongs to another run, or does not match its digest."""
+
+
+class ChunkError(WeightsError):
+    """A chunk is missing or does not match its digest."""
+
+
+class EngineError(EchoError):
+    """An inference engine failed."""
+
+
+class TaskError(EchoError):
+    """A task can't be built, or its scorer failed."""
+
+
+class CheckpointError(EchoError):
+    """A checkpoint is incomplete, damaged, or belongs to another run."""

@@ -1,0 +1,1 @@
+"""The inference side of Echo: samples trajectories and publishes them. Knows `echo`, never `consumers`."""

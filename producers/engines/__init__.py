@@ -1,0 +1,1 @@
+"""Inference engines, by name: `producer.engine` of the run file."""

@@ -1,0 +1,1 @@
+"""Tasks, by name: `task.name` of the run file."""
