@@ -1,0 +1,1 @@
+"""Echo's tests: `pytest` from the project's root."""
