@@ -22,7 +22,7 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient
 
-from echo.errors import BrokerError, FencedError
+from echo.errors import BrokerError, ConfigError, FencedError
 
 log = structlog.get_logger("kafka")
 
@@ -158,6 +158,13 @@ def _plain(value: Any) -> Any:
     return value.get_secret_value() if hasattr(value, "get_secret_value") else value
 
 
+def _build(kind: Callable[[dict[str, Any]], Any], conf: dict[str, Any]) -> Any:
+    try:
+        return kind(conf)
+    except KafkaException as error:
+        raise ConfigError(f"broker.settings: {error.args[0].str()}") from None
+
+
 def wrap_error(error: KafkaError, doing: str) -> BrokerError:
     """A BrokerError from the client's own error, keeping whether trying again may help."""
     text = f"{doing}: {error.name()}: {error.str()}"
@@ -194,7 +201,7 @@ class KafkaLogProducer:
         conf["message.max.bytes"] = max_record_bytes
         conf["queue.buffering.max.kbytes"] = max(1, queue_bytes // 1024)
         conf["error_cb"] = self._errors
-        self._producer = Producer(conf)
+        self._producer: Producer = _build(Producer, conf)
 
     def send(
         self, topic: str, *, key: bytes, value: bytes, headers: Headers = (), on_delivery: OnDelivery | None = None
@@ -243,7 +250,7 @@ class TransactionalProducer:
         conf["transaction.timeout.ms"] = int(timeout_s * 1000)
         conf["linger.ms"] = 0
         conf["error_cb"] = self._errors
-        self._producer = Producer(conf)
+        self._producer: Producer = _build(Producer, conf)
         self._run("taking over the control topic", lambda: self._producer.init_transactions(timeout_s))
 
     def send(self, topic: str, messages: Sequence[tuple[bytes, bytes]]) -> None:
@@ -288,7 +295,7 @@ class KafkaLogReader:
         conf["group.id"] = client_id
         conf["fetch.message.max.bytes"] = max_record_bytes
         conf["error_cb"] = self._errors
-        self._consumer = Consumer(conf)
+        self._consumer: Consumer = _build(Consumer, conf)
         self._ends: set[Partition] = set()
         self._assigned: set[Partition] = set()
         self._positions: dict[Partition, int] = {}
@@ -376,19 +383,19 @@ class KafkaLogAdmin:
         conf = client_settings(settings, {}, client_id=client_id, drop=drop)
         conf["error_cb"] = self._errors
         self._servers = conf.get("bootstrap.servers", "")
-        self.client = AdminClient(conf)
+        self.client: AdminClient = _build(AdminClient, conf)
 
     def cluster_id(self, timeout_s: float) -> str:
-        return str(self._metadata(None, timeout_s).cluster_id)
+        return str(self.metadata(timeout_s).cluster_id)
 
     def partitions(self, topic: str, timeout_s: float) -> int:
-        # Asked for all topics: naming one makes some brokers create it.
-        found = self._metadata(None, timeout_s).topics.get(topic)
+        found = self.metadata(timeout_s).topics.get(topic)
         return len(found.partitions) if found is not None else 0
 
-    def _metadata(self, topic: str | None, timeout_s: float) -> Any:
+    def metadata(self, timeout_s: float) -> Any:
+        """confluent-kafka's ClusterMetadata of all topics: naming one in the question makes some brokers create it."""
         try:
-            return self.client.list_topics(topic, timeout=timeout_s)
+            return self.client.list_topics(timeout=timeout_s)
         except KafkaException as error:
             detail = f" ({self._errors.last})" if self._errors.last else ""
             raise BrokerError(
