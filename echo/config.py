@@ -250,7 +250,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         run = RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError(f"{path}: " + "; ".join(explain(item, RunConfig) for item in error.errors())) from None
     return _anchor(run, path.resolve().parent)
 
 
@@ -347,12 +347,12 @@ def _section_at(section: type[BaseModel], name: str) -> type[BaseModel] | None:
     return next((a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)), None)
 
 
-def _explain(item: Any) -> str:
-    """One pydantic error as a phrase."""
+def explain(item: Any, root: type[BaseModel]) -> str:
+    """One pydantic error of validating `root` as a phrase that names the key and, for an unknown one, the nearest known."""
     location = [str(part) for part in item["loc"]]
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
-        known = _keys_beside(location)
+        known = _keys_beside(location, root)
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.4)
         hint = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {key}: {hint}"
@@ -362,8 +362,8 @@ def _explain(item: Any) -> str:
     return f"{key}: {message}" if key else message
 
 
-def _keys_beside(location: Sequence[str]) -> list[str]:
-    section: type[BaseModel] = RunConfig
+def _keys_beside(location: Sequence[str], root: type[BaseModel]) -> list[str]:
+    section = root
     for part in location[:-1]:
         inner = _section_at(section, part)
         if inner is None:
