@@ -1,0 +1,368 @@
+"""The transformers engine: batched sampling with a KV cache, on a CPU or one GPU, with any causal language model.
+
+Refuses to sample before the first `load`: the model folder gives architecture and end tokens, weights come from policies
+only. Every logprob is of the very distribution that drew the token, computed in float32.
+
+Its safe point is every token boundary. A policy taken there replaces the weights, the KV cache is computed anew under
+them, and so each later token is drawn from exactly what the new policy says about the whole prefix.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+import transformers
+from pydantic import Field
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+from echo.config import RunConfig
+from echo.errors import EngineError
+from echo.trajectory import Sampling
+from echo.weights.manifest import HostTensor
+from producers.engines.base import Completion, Policy, TakePolicy
+from producers.params import Params, validate
+
+log = structlog.get_logger("engine")
+
+# Rows that have ended cost time until they leave the batch; making the batch smaller copies its KV cache, about the
+# memory traffic of one more token. From a quarter of ended rows on, the copy pays within a few tokens.
+_SHRINK_FROM = 0.25
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TransformersParams(Params):
+    """`producer.engine_params` of the transformers engine."""
+
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto is the first GPU where there is one, else the CPU."""
+    attention: str | None = None
+    """Attention implementation of transformers ("sdpa", "eager", ...); None leaves the model's own choice."""
+
+
+def from_run(run: RunConfig) -> "TransformersEngine":
+    """Build it from a run file. Raises ConfigError for its params, EngineError where the model can't be built."""
+    params = validate(TransformersParams, run.producer.engine_params, "producer.engine_params")
+    if run.producer.threads:
+        torch.set_num_threads(run.producer.threads)
+    return TransformersEngine(run.model.path, dtype=run.weights.dtype, device=params.device, attention=params.attention)
+
+
+class TransformersEngine:
+    """An `Engine` over one transformers model.
+
+    model: a Hugging Face folder or hub id; its config, and its generation config's end tokens, are used.
+    dtype: "float32", "bfloat16" or "float16", what it computes in.
+    """
+
+    def __init__(self, model: str, *, dtype: str, device: str = "auto", attention: str | None = None) -> None:
+        self.identity = f"transformers {transformers.__version__}"
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        options = {} if attention is None else {"attn_implementation": attention}
+        try:
+            config = AutoConfig.from_pretrained(model)
+            with self._device:
+                self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **options)
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise EngineError(f"model {model}: can't be built on {device}: {error}") from error
+        self._model.requires_grad_(False)
+        self._model.eval()
+        self._end_ids = torch.tensor(_end_ids(model, config), dtype=torch.long, device=self._device)
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._version = -1
+
+    @property
+    def policy_version(self) -> int:
+        """The version that it really samples from; -1 before the first `load`, or after one that broke half-way."""
+        return self._version
+
+    def load(self, policy: Policy) -> None:
+        """Swap the weights in, all or nothing. See `Engine.load`; tied tensors may be given under any of their names.
+
+        A floating-point tensor of another precision is converted. A version that is not above the present one is refused.
+        """
+        if policy.version <= self._version:
+            raise EngineError(
+                f"policy {policy.version} does not come after policy {self._version}, which is being sampled from"
+            )
+        plan = self._plan(policy)
+        # Whatever breaks from here on (memory, the device) must not leave a mixture that passes for a policy.
+        self._version = -1
+        try:
+            for target, source in plan:
+                target.copy_(_to_torch(source))
+        except RuntimeError as error:
+            raise EngineError(f"policy {policy.version} broke off half-way, nothing can be sampled now: {error}") from error
+        self._version = policy.version
+        log.debug("policy loaded", version=policy.version, tensors=len(plan))
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, take_policy: TakePolicy | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`. Asks `take_policy` before every token. A policy that can't be loaded ends the call with
+        EngineError; the old one still serves the next."""
+        self._check(prompts, sampling)
+        if not prompts:
+            return []
+        try:
+            return self._generate(prompts, sampling, take_policy)
+        except RuntimeError as error:
+            raise EngineError(f"sampling {len(prompts)} completions from policy {self._version} failed: {error}") from error
+
+    def close(self) -> None:
+        """Give the model's memory back. The engine can't be used afterwards."""
+        self._version = -1
+        del self._model
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, take_policy: TakePolicy | None
+    ) -> list[Completion]:
+        generator = torch.Generator(self._device)
+        if sampling.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(sampling.seed)
+        batch = _Batch(prompts, self._device)
+        rows = [_Row() for _ in prompts]
+        for index in range(sampling.max_tokens):
+            policy = take_policy() if take_policy is not None else None
+            if policy is not None:
+                self.load(policy)
+                batch.cache = None
+            if self._version < 0:
+                raise EngineError("no policy is loaded: load one, or wait for the first announcement, before sampling")
+            logits = self._forward(batch)
+            tokens, logprobs = draw(logits, sampling, generator)
+            ended = torch.isin(tokens, self._end_ids)
+            self._record(index, rows, batch, tokens, logprobs, ended)
+            if not batch.advance(tokens, ended):
+                break
+        return [row.completion() for row in rows]
+
+    def _forward(self, batch: "_Batch") -> torch.Tensor:
+        """Logits (rows, V), float32, of each row's next token; fills or extends the batch's KV cache."""
+        if batch.cache is None:
+            batch.drop_ended()
+            batch.cache = DynamicCache(config=self._model.config)
+            fresh = batch.ids
+        else:
+            fresh = batch.ids[:, -1:]
+        positions = batch.mask.cumsum(dim=1)[:, -fresh.shape[1] :].sub_(1).clamp_(min=0)
+        output = self._model(
+            input_ids=fresh,
+            attention_mask=batch.mask,
+            position_ids=positions,
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def _record(
+        self,
+        index: int,
+        rows: list["_Row"],
+        batch: "_Batch",
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        ended: torch.Tensor,
+    ) -> None:
+        values = zip(batch.owners, batch.alive, tokens.tolist(), logprobs.tolist(), ended.tolist(), strict=True)
+        for owner, alive, token, logprob, end in values:
+            if not alive:
+                continue
+            if not math.isfinite(logprob):
+                raise EngineError(f"policy {self._version} gives logprob {logprob} at token {index}: its weights are not sound")
+            rows[owner].append(token, logprob, self._version, end)
+
+    def _plan(self, policy: Policy) -> list[tuple[torch.Tensor, HostTensor]]:
+        """Which parameter takes which tensor; raises EngineError, having changed nothing, where they do not fit."""
+        places = self._model.state_dict()
+        tied: dict[tuple[Any, ...], list[str]] = {}
+        for name, place in places.items():
+            key = (place.data_ptr(), place.shape, place.stride()) if place.numel() else (name,)
+            tied.setdefault(key, []).append(name)
+        given = policy.tensors
+        problems = [f"{name} is unknown to this model" for name in given if name not in places]
+        plan: list[tuple[torch.Tensor, HostTensor]] = []
+        for names in tied.values():
+            present = [name for name in names if name in given]
+            if not present:
+                problems.append(f"{' or '.join(names)} is missing")
+                continue
+            place, source = places[present[0]], given[present[0]]
+            problems.extend(problem for name in present if (problem := _misfit(name, place, given[name])) is not None)
+            if any(not np.array_equal(_bytes(given[name]), _bytes(source)) for name in present[1:]):
+                problems.append(f"{' and '.join(present)} differ, but this model ties them")
+            plan.append((place, source))
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise EngineError(
+                f"policy {policy.version} does not fit this model: {'; '.join(problems[:5])}{more};"
+                " the trainer and this producer must name the same model"
+            )
+        return plan
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        if not sampling.temperature > 0:
+            raise EngineError(f"temperature is {sampling.temperature}: it must be above 0 (top_k=1 is greedy)")
+        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or sampling.max_tokens < 1:
+            raise EngineError(f"sampling can't be done: {sampling}")
+        if sampling.logprob_mode != "processed":
+            raise EngineError(f"logprob_mode {sampling.logprob_mode!r}: this engine records processed logprobs")
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise EngineError(f"prompt {index} is empty")
+            if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+                raise EngineError(f"prompt {index} has a token outside the vocabulary of {self._vocabulary}")
+            if self._positions is not None and len(prompt) + sampling.max_tokens > self._positions:
+                raise EngineError(
+                    f"prompt {index} has {len(prompt)} tokens; with max_tokens {sampling.max_tokens} that is beyond"
+                    f" the model's {self._positions} positions"
+                )
+
+
+class _Row:
+    """What was sampled for one prompt so far."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[tuple[int, int]] = []
+        self.ended = False
+
+    def append(self, token: int, logprob: float, version: int, end: bool) -> None:
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((len(self.token_ids), version))
+        self.token_ids.append(token)
+        # Rounding may leave a logprob a hair above 0.
+        self.logprobs.append(min(logprob, 0.0))
+        self.ended = end
+
+    def completion(self) -> Completion:
+        return Completion(self.token_ids, self.logprobs, tuple(self.spans), "stop" if self.ended else "length")
+
+
+class _Batch:
+    """The rows that are being decoded, left-padded so that all of them end at the same column.
+
+    ids, mask: int64 (rows, T). owners: the prompt that each row belongs to. alive: False once it has ended.
+    cache: the KV cache of all columns but the last, None where it has to be computed.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        width = max(len(prompt) for prompt in prompts)
+        ids = np.zeros((len(prompts), width), dtype=np.int64)
+        mask = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        self.ids = torch.from_numpy(ids).to(device)
+        self.mask = torch.from_numpy(mask).to(device)
+        self.owners = list(range(len(prompts)))
+        self.alive = [True] * len(prompts)
+        self.cache: DynamicCache | None = None
+
+    def advance(self, tokens: torch.Tensor, ended: torch.Tensor) -> bool:
+        """Append one token to every row and let ended rows go where that is worthwhile. False when none is alive."""
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        self.alive = [alive and not end for alive, end in zip(self.alive, ended.tolist(), strict=True)]
+        left = sum(self.alive)
+        if left and len(self.alive) - left >= _SHRINK_FROM * len(self.alive):
+            self.drop_ended()
+        return left > 0
+
+    def drop_ended(self) -> None:
+        """Keep the rows that are alive."""
+        if all(self.alive):
+            return
+        keep = [row for row, alive in enumerate(self.alive) if alive]
+        index: Any = torch.tensor(keep, device=self.ids.device)
+        self.ids, self.mask = self.ids[index], self.mask[index]
+        self.owners = [self.owners[row] for row in keep]
+        self.alive = [True] * len(keep)
+        if self.cache is not None:
+            self.cache.reorder_cache(index)
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row: temperature, then top-k, then top-p of what is left.
+
+    logits: float32 (rows, V). Returns int64 (rows,) tokens and float32 (rows,) natural logs of the probabilities with
+    which they were drawn.
+    """
+    logprobs = processed_logprobs(logits, sampling)
+    # argmax(p / Exp(1) noise) draws from p, in one pass and without a host round trip.
+    noise = torch.empty_like(logprobs).exponential_(generator=generator)
+    tokens = (logprobs.exp() / noise).argmax(dim=-1)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The sampling distribution's natural logs, float32 (rows, V), -inf for tokens that top-k or top-p exclude."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        # The token that crosses top_p is kept, so that at least one is.
+        beyond = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    return logits.log_softmax(dim=-1)
+
+
+def _end_ids(model: str, config: Any) -> list[int]:
+    """The tokens that end a completion: of the generation config, else of the model config; there may be none."""
+    try:
+        end = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        end = None
+    if end is None:
+        end = config.get_text_config().eos_token_id
+    if end is None:
+        return []
+    return list(end) if isinstance(end, list | tuple) else [int(end)]
+
+
+def _misfit(name: str, place: torch.Tensor, source: HostTensor) -> str | None:
+    """Why a tensor can't go into its place, None where it can."""
+    if tuple(source.shape) != tuple(place.shape):
+        return f"{name} has shape {tuple(source.shape)}, this model's has {tuple(place.shape)}"
+    dtype = _DTYPES.get(source.dtype)
+    if dtype is None or (dtype != place.dtype and not (dtype.is_floating_point and place.dtype.is_floating_point)):
+        return f"{name} has dtype {source.dtype}, this model's has {str(place.dtype).removeprefix('torch.')}"
+    if source.data.nbytes != place.numel() * dtype.itemsize:
+        return f"{name} has {source.data.nbytes} bytes, its shape and dtype need {place.numel() * dtype.itemsize}"
+    return None
+
+
+def _to_torch(source: HostTensor) -> torch.Tensor:
+    """A copy, since torch wants to own writable memory."""
+    tensor = torch.empty(source.shape, dtype=_DTYPES[source.dtype])
+    tensor.view(-1).view(torch.uint8).numpy()[:] = _bytes(source)
+    return tensor
+
+
+def _bytes(source: HostTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(source.data, dtype=np.uint8)
