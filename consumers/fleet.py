@@ -1,0 +1,117 @@
+"""The producers as the trainer sees them: who lives, what each serves, how fast each is, what each may have outstanding.
+
+Refuses I/O and clocks of other machines: liveness is when a heartbeat was received here, on the caller's clock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from echo.control import Grant, Heartbeat
+from echo.staleness import grant_windows
+
+# Weight of the newest interval in the throughput estimate: half of an old rate is forgotten after about two heartbeats.
+_SMOOTHING = 0.3
+
+
+class ProducerStatus(NamedTuple):
+    """A live producer. throughput: groups published per second, smoothed; 0 while unknown. outstanding: groups."""
+
+    producer_id: str
+    incarnation: str
+    serving: int
+    state: str
+    throughput: float
+    outstanding: int
+    last_pull_error: str
+
+
+class _Seen:
+    def __init__(self, heartbeat: Heartbeat, now: float) -> None:
+        self.heartbeat = heartbeat
+        self.at = now
+        self.throughput = 0.0
+
+
+class Fleet:
+    """Not thread safe: its owner holds a lock.
+
+    total_window: groups outstanding over all producers (`staleness.total_window`). resolved: groups resolved per producer
+    incarnation, from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        total_window: int,
+        dead_after_s: float,
+        clock: Callable[[], float],
+        resolved: Mapping[str, int] | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._total_window = total_window
+        self._dead_after_s = dead_after_s
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+        self._resolved: Counter[str] = Counter(resolved or {})
+
+    def hear(self, heartbeat: Heartbeat) -> None:
+        """A heartbeat was received now. Those of other runs and out-of-date ones are ignored."""
+        if heartbeat.run_id != self._run_id:
+            return
+        now = self._clock()
+        seen = self._seen.get(heartbeat.incarnation)
+        if heartbeat.leaving:
+            self._seen.pop(heartbeat.incarnation, None)
+            return
+        if seen is None:
+            # A process that came back under the same id replaces its former incarnation at once.
+            for other, known in list(self._seen.items()):
+                if known.heartbeat.producer_id == heartbeat.producer_id and known.heartbeat.created <= heartbeat.created:
+                    del self._seen[other]
+            self._seen[heartbeat.incarnation] = _Seen(heartbeat, now)
+            return
+        if heartbeat.sequence <= seen.heartbeat.sequence:
+            return
+        elapsed = heartbeat.created - seen.heartbeat.created
+        if elapsed > 0:
+            rate = (heartbeat.groups_published - seen.heartbeat.groups_published) / elapsed
+            seen.throughput = rate if seen.throughput == 0 else (1 - _SMOOTHING) * seen.throughput + _SMOOTHING * rate
+        seen.heartbeat = heartbeat
+        seen.at = now
+
+    def group_resolved(self, incarnation: str, groups: int = 1) -> None:
+        """Groups of this incarnation have been trained, dropped or dead-lettered."""
+        self._resolved[incarnation] += groups
+
+    def alive(self) -> list[ProducerStatus]:
+        """Producers with a recent heartbeat, by name."""
+        self._bury()
+        return sorted(
+            ProducerStatus(
+                seen.heartbeat.producer_id,
+                incarnation,
+                seen.heartbeat.serving,
+                seen.heartbeat.state,
+                seen.throughput,
+                max(0, seen.heartbeat.groups_started - self._resolved[incarnation]),
+                seen.heartbeat.last_pull_error,
+            )
+            for incarnation, seen in self._seen.items()
+        )
+
+    def grants(self) -> dict[str, Grant]:
+        """What every live producer may have outstanding, by incarnation."""
+        self._bury()
+        windows = grant_windows(self._total_window, {name: seen.throughput for name, seen in self._seen.items()})
+        return {name: Grant(window=window, resolved=self._resolved[name]) for name, window in windows.items()}
+
+    def resolved(self) -> dict[str, int]:
+        """For a checkpoint: groups resolved per incarnation."""
+        return dict(self._resolved)
+
+    def _bury(self) -> None:
+        now = self._clock()
+        for name in [name for name, seen in self._seen.items() if now - seen.at > self._dead_after_s]:
+            del self._seen[name]

@@ -1,0 +1,117 @@
+"""Hears heartbeats and keeps producers' grants current between announcements: a thread beside the trainer.
+
+Refuses to judge liveness from history: heartbeats that lay in the topic before this process read to its end say nothing
+about who lives now.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from consumers.fleet import Fleet, ProducerStatus
+from echo import control
+from echo.control import Grant
+from echo.errors import ControlError, EchoError
+from echo.kafka import BEGINNING, LogReader
+
+log = structlog.get_logger("fleet")
+
+_POLL_S = 0.2
+# Grants move a little with every heartbeat; at 100 producers one message a second carries them all.
+_PROGRESS_EVERY_S = 1.0
+
+
+class FleetListener:
+    """send_progress: commits grants to the control topic; called by this thread only when they changed."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        reader: LogReader,
+        topic: str,
+        send_progress: Callable[[Mapping[str, Grant]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._reader = reader
+        self._topic = topic
+        self._send_progress = send_progress
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sent: Mapping[str, Grant] = {}
+        self._sent_at = float("-inf")
+        self._current = False
+        self._stop = threading.Event()
+        self._error: EchoError | None = None
+        self._thread = threading.Thread(target=self._run, name="fleet-listener", daemon=True)
+
+    def start(self) -> None:
+        self._reader.assign({(self._topic, 0): BEGINNING})
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=30)
+        self._reader.close()
+
+    def alive(self) -> list[ProducerStatus]:
+        with self._lock:
+            return self._fleet.alive()
+
+    def windows(self) -> dict[str, int]:
+        """The window of every live producer, by incarnation."""
+        with self._lock:
+            return {incarnation: grant.window for incarnation, grant in self._fleet.grants().items()}
+
+    def resolved(self) -> dict[str, int]:
+        with self._lock:
+            return self._fleet.resolved()
+
+    def groups_resolved(self, groups: Mapping[str, int]) -> None:
+        """Count resolved groups per producer incarnation: the next grants tell it."""
+        with self._lock:
+            for incarnation, count in groups.items():
+                self._fleet.group_resolved(incarnation, count)
+
+    def take_grants(self) -> dict[str, Grant]:
+        """The grants of this moment, for an announcement: the listener will not repeat them."""
+        with self._lock:
+            grants = self._fleet.grants()
+            self._sent, self._sent_at = grants, self._clock()
+            return grants
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        except EchoError as error:
+            self._error = error
+
+    def _turn(self) -> None:
+        for record in self._reader.read(1000, _POLL_S):
+            if not self._current:
+                continue
+            try:
+                heartbeat = control.decode_heartbeat(record.value, record.where)
+            except ControlError as error:
+                log.warning("heartbeat skipped", error=str(error))
+                continue
+            with self._lock:
+                self._fleet.hear(heartbeat)
+        if not self._current:
+            self._current = self._reader.at_end()
+        with self._lock:
+            grants = self._fleet.grants()
+            due = grants != self._sent and self._clock() - self._sent_at >= _PROGRESS_EVERY_S
+            if due:
+                self._sent, self._sent_at = grants, self._clock()
+        if due:
+            self._send_progress(grants)

@@ -1,0 +1,306 @@
+"""From records to batches: header decision, decoding, group assembly, a byte-bounded buffer, the batch cut. No I/O.
+
+Refuses to read Kafka or write to it: `offer` takes a record and says what must be dead-lettered, `cut` gives a batch. One
+lock, so that a polling thread offers while the trainer cuts.
+
+Staleness is judged when a record is consumed and again, for all that waits here, whenever a newer version is announced:
+nothing stale is left to be cut. A group is one decision: what befalls one
+member befalls all, also those that arrive later.
+"""
+
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from consumers.groups import Assembler, Group, Member
+from consumers.ledger import Ledger, Reason
+from echo import codec
+from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
+from echo.kafka import LogRecord
+from echo.staleness import is_stale, staleness
+from echo.trajectory import incarnation_of
+
+# Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 20 MB.
+_REMEMBERED_GROUPS = 100_000
+
+
+class DeadLetter(NamedTuple):
+    """A record to be written to the dead-letter topic; it is resolved once the broker has acknowledged that."""
+
+    record: LogRecord
+    reason: Reason
+    detail: str
+
+
+class Resolution(NamedTuple):
+    """What became of a record; `tokens`, `reward` and `staleness` where they are known."""
+
+    partition: int
+    offset: int
+    reason: Reason
+    tokens: int | None = None
+    reward: float | None = None
+
+
+class IntakeStats(NamedTuple):
+    """Numbers for people and metrics; counts are records unless they say groups."""
+
+    read: int
+    pending: int
+    resolved: dict[Reason, int]
+    groups_ready: int
+    groups_incomplete: int
+    members_incomplete: int
+    nbytes: int
+    newest_version: int
+    worst_staleness: int
+    seen_versions: tuple[int, int] | None
+
+
+class Settlement(NamedTuple):
+    """Records resolved, groups dropped per producer incarnation, and the ledger's state where it was asked for."""
+
+    resolutions: list[Resolution]
+    dropped_groups: dict[str, int]
+    state: dict[str, Any] | None
+
+
+class BufferTooSmallError(EchoError):
+    """One batch does not fit into the buffer: no progress is possible."""
+
+
+class Intake:
+    """See the module. `clock` gives seconds; `ledger` may come from a checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        max_staleness: int,
+        groups_per_step: int,
+        buffer_bytes: int,
+        group_deadline_s: float,
+        ledger: Ledger,
+        newest_version: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._run_id = run_id
+        self._max_staleness = max_staleness
+        self._groups_per_step = groups_per_step
+        self._buffer_bytes = buffer_bytes
+        self._ledger = ledger
+        self._newest = newest_version
+        self._clock = clock
+        self._assembler = Assembler(deadline_s=group_deadline_s)
+        self._ready: deque[Group] = deque()
+        self._ready_bytes = 0
+        self._decided: OrderedDict[str, Reason] = OrderedDict()
+        self._resolutions: list[Resolution] = []
+        self._dropped_groups: Counter[str] = Counter()
+        self._worst_staleness = 0
+        self._seen: tuple[int, int] | None = None
+        self._changed = threading.Condition()
+
+    # The polling thread's side.
+
+    def offer(self, records: Iterable[LogRecord]) -> list[DeadLetter]:
+        """Take records in log order. What can't be read comes back: write it to the dead letters, then `dead_lettered`."""
+        dead: list[DeadLetter] = []
+        with self._changed:
+            for record in records:
+                letter = self._offer(record)
+                if letter is not None:
+                    dead.append(letter)
+            self._changed.notify_all()
+        return dead
+
+    def dead_lettered(self, letter: DeadLetter) -> None:
+        """The broker has acknowledged the dead letter."""
+        with self._changed:
+            self._resolve(letter.record.partition, letter.record.offset, letter.reason)
+
+    def expire(self) -> None:
+        """Drop groups whose deadline has passed."""
+        with self._changed:
+            for group_id in self._assembler.overdue(self._clock()):
+                self._drop(group_id, self._assembler.remove(group_id), Reason.DEADLINE)
+
+    def full(self) -> bool:
+        """Whether the buffer is full: stop reading. Makes room first where that is the only way on.
+
+        Raises BufferTooSmallError where not even one batch fits.
+        """
+        with self._changed:
+            while self._nbytes >= self._buffer_bytes and len(self._ready) < self._groups_per_step:
+                oldest = self._assembler.oldest()
+                if oldest is None:
+                    raise BufferTooSmallError(
+                        f"batch.buffer_bytes = {self._buffer_bytes} holds only {len(self._ready)} of batch.groups_per_step = "
+                        f"{self._groups_per_step} groups: raise it to at least "
+                        f"{self._groups_per_step * self._nbytes // max(1, len(self._ready))}"
+                    )
+                self._drop(oldest, self._assembler.remove(oldest), Reason.BUFFER_FULL)
+            return self._nbytes >= self._buffer_bytes
+
+    # The trainer's side.
+
+    def cut(self, timeout_s: float) -> list[Group] | None:
+        """The oldest `groups_per_step` groups that are fresh enough now, in order of completion; None after the timeout.
+
+        The batch stays pending until `trained`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._ready) >= self._groups_per_step, timeout_s):
+                return None
+            batch = [self._ready.popleft() for _ in range(self._groups_per_step)]
+            self._ready_bytes -= sum(group.nbytes for group in batch)
+            # `announced` has thrown out what became stale: no stale token may pass this line, whatever happened before.
+            assert not any(self._is_stale(group.min_policy_version) for group in batch)
+            return batch
+
+    def trained(self, batch: Iterable[Group], reason: Reason = Reason.TRAINED) -> None:
+        """The batch has gone through an optimiser step (or was left out of it for `reason`)."""
+        with self._changed:
+            for group in batch:
+                self._resolve_members(group.members, reason)
+
+    def announced(self, version: int) -> None:
+        """A newer policy version has been announced: what waits here is judged against it, now."""
+        with self._changed:
+            assert version >= self._newest
+            self._newest = version
+            self._drop_stale()
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have a waiting `cut` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def settle(self, *, with_state: bool) -> "Settlement":
+        """What was resolved since the last call and, for a checkpoint, the ledger's state at this very moment."""
+        with self._changed:
+            resolutions, self._resolutions = self._resolutions, []
+            groups, self._dropped_groups = dict(self._dropped_groups), Counter()
+            return Settlement(resolutions, groups, self._ledger.state() if with_state else None)
+
+    def stats(self) -> IntakeStats:
+        with self._changed:
+            return IntakeStats(
+                read=self._ledger.read,
+                pending=self._ledger.pending,
+                resolved=dict(self._ledger.resolved),
+                groups_ready=len(self._ready),
+                groups_incomplete=len(self._assembler),
+                members_incomplete=self._assembler.members,
+                nbytes=self._nbytes,
+                newest_version=self._newest,
+                worst_staleness=self._worst_staleness,
+                seen_versions=self._seen,
+            )
+
+    def frontiers(self) -> dict[int, int]:
+        """Per partition, the lowest offset not resolved."""
+        with self._changed:
+            return self._ledger.frontiers()
+
+    def unresolved_span(self) -> dict[int, int]:
+        """Per partition, offsets between the frontier and the next one to read."""
+        with self._changed:
+            frontiers = self._ledger.frontiers()
+            return {number: position - frontiers[number] for number, position in self._ledger.positions().items()}
+
+    # Inside the lock.
+
+    @property
+    def _nbytes(self) -> int:
+        return self._assembler.nbytes + self._ready_bytes
+
+    def _offer(self, record: LogRecord) -> DeadLetter | None:
+        where = (record.partition, record.offset)
+        if not self._ledger.begin(*where):
+            return None
+        try:
+            header = codec.decode_headers(record.headers)
+        except RecordError as error:
+            return DeadLetter(record, _reason(error), str(error))
+        if header.run_id != self._run_id:
+            self._resolve(*where, Reason.FOREIGN_RUN)
+            return None
+        decided = self._decided.get(header.group_id)
+        if decided is not None:
+            self._resolve(*where, decided, tokens=header.token_count)
+            return None
+        low, high = self._seen or (header.min_policy_version, header.max_policy_version)
+        self._seen = (min(low, header.min_policy_version), max(high, header.max_policy_version))
+        if self._is_stale(header.min_policy_version):
+            self._resolve(*where, Reason.STALE, tokens=header.token_count)
+            self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.STALE)
+            return None
+        if self._assembler.holds(header.group_id, header.group_index):
+            self._resolve(*where, Reason.DUPLICATE, tokens=header.token_count)
+            return None
+        try:
+            self._assemble(Member(*where, codec.decode(record.value)), header)
+        except RecordError as error:
+            self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.INCOMPLETE_GROUP)
+            return DeadLetter(record, _reason(error), str(error))
+        return None
+
+    def _assemble(self, member: Member, header: codec.RecordHeader) -> None:
+        if codec.header_of(member.trajectory) != header:
+            raise CorruptRecordError("headers and value disagree")
+        size = self._assembler.size_of(header.group_id)
+        if size is not None and size != header.group_size:
+            raise CorruptRecordError(f"group_size is {header.group_size}, but {size} in its siblings")
+        group = self._assembler.add(member, self._clock())
+        if group is not None:
+            self._ready.append(group)
+            self._ready_bytes += group.nbytes
+            # Whatever becomes of the group, one more member of it is one too many.
+            self._remember(group.group_id, Reason.DUPLICATE)
+
+    def _is_stale(self, min_policy_version: int) -> bool:
+        self._worst_staleness = max(self._worst_staleness, staleness(self._newest, min_policy_version))
+        return is_stale(self._newest, min_policy_version, self._max_staleness)
+
+    def _drop_stale(self) -> None:
+        fresh: deque[Group] = deque()
+        for group in self._ready:
+            if self._is_stale(group.min_policy_version):
+                self._ready_bytes -= group.nbytes
+                self._drop(group.group_id, group.members, Reason.STALE)
+            else:
+                fresh.append(group)
+        self._ready = fresh
+        for group_id, oldest in self._assembler.oldest_versions():
+            if self._is_stale(oldest):
+                self._drop(group_id, self._assembler.remove(group_id), Reason.STALE)
+
+    def _drop(self, group_id: str, members: Iterable[Member], reason: Reason) -> None:
+        """Drop a group: its members here now, and those still to come."""
+        self._remember(group_id, reason)
+        self._dropped_groups[incarnation_of(group_id)] += 1
+        self._resolve_members(members, reason)
+
+    def _remember(self, group_id: str, reason: Reason) -> None:
+        self._decided[group_id] = reason
+        self._decided.move_to_end(group_id)
+        if len(self._decided) > _REMEMBERED_GROUPS:
+            self._decided.popitem(last=False)
+
+    def _resolve_members(self, members: Iterable[Member], reason: Reason) -> None:
+        for member in members:
+            trajectory = member.trajectory
+            self._resolve(member.partition, member.offset, reason, tokens=trajectory.token_count, reward=trajectory.reward)
+
+    def _resolve(
+        self, partition: int, offset: int, reason: Reason, *, tokens: int | None = None, reward: float | None = None
+    ) -> None:
+        self._ledger.resolve(partition, offset, reason)
+        self._resolutions.append(Resolution(partition, offset, reason, tokens, reward))
+
+
+def _reason(error: RecordError) -> Reason:
+    return Reason.SCHEMA if isinstance(error, SchemaError) else Reason.CORRUPT

@@ -1,0 +1,87 @@
+"""The run's journal: one JSON line per optimiser step, saying exactly which records it resolved and how.
+
+Refuses to be a second truth: a checkpoint says how far the journal counts (`step`); lines after it are cut off on resume,
+since their steps are done again. With it, produced = trained + dropped + dead-lettered + pending can be counted from the
+log by anyone, and a step's batch can be found again.
+
+    {"step": 3, "version": 3, "resolved": {"trained": {"0": [[16, 32]]}, "stale": {"2": [[5, 6]]}}, "reward_mean": 0.4, ...}
+
+"resolved" maps reason -> partition -> half-open offset intervals that hold exactly the records resolved since the line before.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from consumers.intake import Resolution
+from consumers.ledger import Interval
+from echo.errors import CheckpointError
+
+FILE_NAME = "journal.jsonl"
+
+
+def intervals(offsets: Iterable[int]) -> list[Interval]:
+    """Half-open intervals that cover exactly these offsets."""
+    found: list[Interval] = []
+    for offset in sorted(offsets):
+        if found and found[-1][1] == offset:
+            found[-1] = (found[-1][0], offset + 1)
+        else:
+            found.append((offset, offset + 1))
+    return found
+
+
+def by_reason(resolutions: Iterable[Resolution]) -> dict[str, dict[str, list[Interval]]]:
+    """Resolutions as they stand in a line: reason -> partition -> intervals."""
+    offsets: dict[str, dict[str, list[int]]] = {}
+    for resolution in resolutions:
+        offsets.setdefault(resolution.reason.value, {}).setdefault(str(resolution.partition), []).append(resolution.offset)
+    return {
+        reason: {partition: intervals(found) for partition, found in partitions.items()}
+        for reason, partitions in offsets.items()
+    }
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal. Raises CheckpointError for a line that is not JSON; a last line without its end is left out."""
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise CheckpointError(f"{path}:{number}: not a line of a journal: {error}") from None
+
+
+class Journal:
+    """Appends lines; `sync` makes them durable. Opening with `through_step` cuts off what came after that step."""
+
+    def __init__(self, folder: Path, *, through_step: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        kept: list[dict[str, Any]] = []
+        if through_step is not None and self.path.exists():
+            kept = [line for line in read(self.path) if line["step"] <= through_step]
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("w") as out:
+            for line in kept:
+                out.write(json.dumps(line) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(self.path)
+        self._file = self.path.open("a")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()

@@ -1,0 +1,162 @@
+"""Resolution accounting: every record read ends exactly once as trained, dropped or dead-lettered. Pure.
+
+Refuses I/O and any judgement: others decide, the ledger holds them to it. It also knows, per partition, the frontier (the
+lowest offset not resolved) and what is resolved above it, which is what a checkpoint needs to start reading again.
+
+Offsets may have gaps (commit markers, compaction). Records of a partition are read in rising order, so an offset between
+two that were read one after the other never shows up, and intervals may run across it.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+Interval = tuple[int, int]
+"""Half open: [first, last + 1)."""
+
+
+class Outcome(StrEnum):
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    DEAD_LETTERED = "dead_lettered"
+
+
+class Reason(StrEnum):
+    """Why a record was not trained; TRAINED where it was."""
+
+    TRAINED = "trained"
+    STALE = "stale"
+    DUPLICATE = "duplicate"
+    FOREIGN_RUN = "foreign_run"
+    DEADLINE = "deadline"
+    INCOMPLETE_GROUP = "incomplete_group"
+    BUFFER_FULL = "buffer_full"
+    NONFINITE = "nonfinite"
+    SCHEMA = "schema"
+    CORRUPT = "corrupt"
+
+
+OUTCOME_OF = {
+    Reason.TRAINED: Outcome.TRAINED,
+    Reason.STALE: Outcome.DROPPED,
+    Reason.DUPLICATE: Outcome.DROPPED,
+    Reason.FOREIGN_RUN: Outcome.DROPPED,
+    Reason.DEADLINE: Outcome.DROPPED,
+    Reason.INCOMPLETE_GROUP: Outcome.DROPPED,
+    Reason.BUFFER_FULL: Outcome.DROPPED,
+    Reason.NONFINITE: Outcome.DROPPED,
+    Reason.SCHEMA: Outcome.DEAD_LETTERED,
+    Reason.CORRUPT: Outcome.DEAD_LETTERED,
+}
+
+
+class _PartitionLedger:
+    """One partition: offsets read and not resolved, and those read since the oldest of them."""
+
+    def __init__(self, start: int, resolved: Sequence[Interval]) -> None:
+        self.position = start
+        self.pending: set[int] = set()
+        self.order: deque[int] = deque()
+        self.carried = deque(sorted((first, end) for first, end in resolved if end > start))
+
+    @property
+    def frontier(self) -> int:
+        while self.order and self.order[0] not in self.pending:
+            self.order.popleft()
+        return self.order[0] if self.order else self.position
+
+    def was_resolved(self, offset: int) -> bool:
+        while self.carried and self.carried[0][1] <= offset:
+            self.carried.popleft()
+        return bool(self.carried) and self.carried[0][0] <= offset
+
+    def resolved_above(self) -> list[Interval]:
+        """Resolved offsets in [frontier, position) and what a checkpoint carried above the position."""
+        frontier = self.frontier
+        found: list[Interval] = []
+        begin: int | None = None
+        for offset in self.order:
+            if offset in self.pending:
+                if begin is not None:
+                    found.append((begin, offset))
+                    begin = None
+            elif begin is None:
+                begin = offset
+        if begin is not None:
+            found.append((begin, self.position))
+        found.extend((max(first, self.position), end) for first, end in self.carried if end > self.position)
+        return [interval for interval in found if interval[1] > frontier]
+
+
+class Ledger:
+    """Counts and positions. Not thread safe: its owner holds a lock.
+
+    state: what `state()` of an earlier ledger returned; records at or above its frontiers are expected again, those it had
+    resolved are recognised by `begin` returning False.
+    """
+
+    def __init__(self, partitions: Iterable[int] = (), state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self.resolved: Counter[Reason] = Counter({Reason(name): n for name, n in state.get("resolved", {}).items()})
+        positions = {int(number): int(offset) for number, offset in state.get("frontier", {}).items()}
+        above = {int(number): [(a, b) for a, b in pairs] for number, pairs in state.get("above", {}).items()}
+        self._partitions = {
+            number: _PartitionLedger(positions.get(number, 0), above.get(number, ()))
+            for number in sorted({*partitions, *positions})
+        }
+        self._pending = 0
+
+    @property
+    def read(self) -> int:
+        """Records read in this lineage: those resolved before the checkpoint, and those read since."""
+        return sum(self.resolved.values()) + self._pending
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def count(self, outcome: Outcome) -> int:
+        return sum(n for reason, n in self.resolved.items() if OUTCOME_OF[reason] == outcome)
+
+    def begin(self, partition: int, offset: int) -> bool:
+        """A record was read. False if it is resolved already (the checkpoint says so): leave it alone.
+
+        Reading an offset twice, or backwards, is a broken reader: AssertionError.
+        """
+        ledger = self._partitions[partition]
+        assert offset >= ledger.position, f"partition {partition}: offset {offset} after position {ledger.position}"
+        done = ledger.was_resolved(offset)
+        ledger.position = offset + 1
+        ledger.order.append(offset)
+        if not done:
+            ledger.pending.add(offset)
+            self._pending += 1
+        return not done
+
+    def resolve(self, partition: int, offset: int, reason: Reason) -> None:
+        """The record is done with. Resolving it twice, or one never read, is an AssertionError."""
+        ledger = self._partitions[partition]
+        assert offset in ledger.pending, f"partition {partition}: offset {offset} is not pending ({reason})"
+        ledger.pending.remove(offset)
+        self._pending -= 1
+        self.resolved[reason] += 1
+
+    def frontiers(self) -> dict[int, int]:
+        """Per partition, the offset to read from after a restart."""
+        return {number: ledger.frontier for number, ledger in self._partitions.items()}
+
+    def positions(self) -> dict[int, int]:
+        """Per partition, the next offset to read."""
+        return {number: ledger.position for number, ledger in self._partitions.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint: frontiers, resolved intervals above them, and the counts of what is resolved."""
+        return {
+            "frontier": {str(number): offset for number, offset in self.frontiers().items()},
+            "above": {
+                str(number): [list(interval) for interval in ledger.resolved_above()]
+                for number, ledger in self._partitions.items()
+            },
+            "resolved": {reason.value: n for reason, n in sorted(self.resolved.items())},
+        }

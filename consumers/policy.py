@@ -1,0 +1,131 @@
+"""Publishing a policy: weights durable and servable first, then announced, then pulled by every producer.
+
+Refuses to announce what is not stored. All control messages go through one transactional producer whose id is the run id:
+a second trainer of the same run fences this one, which then stops with `FencedError`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import structlog
+
+from echo import control
+from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress
+from echo.errors import ControlError, EchoError
+from echo.kafka import BEGINNING, LogReader
+from echo.waiting import Watch
+from echo.weights.manifest import HostTensor
+from echo.weights.store import WeightStore
+
+log = structlog.get_logger("policy")
+
+
+class ControlSender(Protocol):
+    """Commits messages to a topic, all or none (`echo.kafka.TransactionalProducer`)."""
+
+    def send(self, topic: str, messages: list[tuple[bytes, bytes]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ControlWriter:
+    """The control topic's only writer of this run. Thread safe: the trainer announces, the fleet thread sends progress."""
+
+    def __init__(self, sender: ControlSender, topic: str) -> None:
+        self._sender = sender
+        self._topic = topic
+        self._lock = threading.Lock()
+
+    def send(self, message: ControlMessage) -> None:
+        with self._lock:
+            self._sender.send(self._topic, [(control.key(message), control.encode(message))])
+
+    def close(self) -> None:
+        with self._lock:
+            self._sender.close()
+
+
+class PolicyPublisher:
+    """Stores and announces policies of one run. `server_url` is where producers reach the weight server."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        store: WeightStore,
+        writer: ControlWriter,
+        server_url: str,
+        chunk_bytes: int,
+        keep: int,
+        newest: int,
+    ) -> None:
+        self._run_id = run_id
+        self._store = store
+        self._writer = writer
+        self._server_url = server_url.rstrip("/")
+        self._chunk_bytes = chunk_bytes
+        self._keep = keep
+        self.newest = newest
+        """The newest announced version, -1 before the first."""
+
+    def publish(self, *, step: int, tensors: Iterable[HostTensor], grants: Callable[[], Mapping[str, Grant]]) -> Announcement:
+        """Store the next version, then announce it with the grants of that moment.
+
+        Raises WeightsError (nothing is announced), BrokerError, FencedError.
+        """
+        stored = self._store.newest(self._run_id)
+        # A version that was stored and never announced (a crash in between) is not used again.
+        version = max(self.newest, -1 if stored is None else stored) + 1
+        created = time.time()
+        published = self._store.publish(
+            self._run_id, version, step, tensors, chunk_bytes=self._chunk_bytes, keep=self._keep, created=created
+        )
+        announcement = Announcement(
+            run_id=self._run_id,
+            version=version,
+            step=step,
+            manifest_urls=(f"{self._server_url}/v1/runs/{self._run_id}/manifests/{version}",),
+            manifest_digest=published.digest,
+            nbytes=published.manifest.nbytes,
+            grants=dict(grants()),
+            created=created,
+        )
+        self._writer.send(announcement)
+        self.newest = version
+        return announcement
+
+    def progress(self, *, step: int, grants: Mapping[str, Grant]) -> None:
+        """Tell producers their grants between announcements."""
+        self._writer.send(
+            Progress(run_id=self._run_id, version=self.newest, step=step, grants=dict(grants), created=time.time())
+        )
+
+    def end(self, *, step: int, reason: str) -> None:
+        """Tell producers that the run is over."""
+        self._writer.send(EndOfRun(run_id=self._run_id, version=self.newest, step=step, reason=reason, created=time.time()))
+
+
+def newest_announced(reader: LogReader, *, topic: str, run_id: str, waiting_s: float, deadline_s: float) -> int:
+    """Read the control topic to its end: the newest version announced for this run, -1 where there is none.
+
+    Raises EchoError where the end is not reached within `deadline_s`.
+    """
+    newest = -1
+    reader.assign({(topic, 0): BEGINNING})
+    watch = Watch("the end of the control topic", lambda: f"newest announced so far {newest}", limit_s=waiting_s)
+    while not reader.at_end():
+        for record in reader.read(1000, 0.2):
+            watch.progress()
+            try:
+                message = control.decode_control(record.value, record.where)
+            except ControlError as error:
+                log.warning("control message skipped", error=str(error))
+                continue
+            if message.run_id == run_id:
+                newest = max(newest, message.version)
+        watch.check()
+        if watch.waited_s > deadline_s:
+            raise EchoError(f"topic {topic!r} was not read to its end within {deadline_s:g} s: is the broker healthy?")
+    return newest

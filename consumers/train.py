@@ -1,0 +1,282 @@
+"""echo-train's loop: cut a batch, step, publish, announce, checkpoint; until the run's steps are done.
+
+    echo-train run.yaml [KEY=VALUE ...]
+
+Refuses to wait in silence or to go on after another trainer took over the run. What it trains, and when a record counts as
+done, is decided by `intake` and `ledger`; this file only puts the parts in order.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import structlog
+
+from consumers.checkpoint import CheckpointStore
+from consumers.fleet_listener import FleetListener
+from consumers.groups import Group
+from consumers.intake import Intake, Resolution
+from consumers.journal import Journal, by_reason
+from consumers.learner import Learner, StepStats
+from consumers.ledger import OUTCOME_OF, Reason
+from consumers.policy import PolicyPublisher
+from consumers.reader import TrajectoryReader
+from echo.config import RunConfig
+from echo.metrics import TrainerMetrics
+from echo.process import StopSignal
+from echo.staleness import staleness
+from echo.trajectory import incarnation_of
+from echo.waiting import Watch
+
+log = structlog.get_logger("train")
+
+# How long one look at the buffer lasts: between looks, failures of the other threads and stop signals are noticed.
+_LOOK_S = 0.2
+
+
+class Child(Protocol):
+    """A process that the trainer depends on (the weight server). `poll` is None while it runs."""
+
+    def poll(self) -> int | None: ...
+
+
+class Trainer:
+    """One trainer process of a run. `step` is the optimiser steps done, from a checkpoint where the run is resumed."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        learner: Learner,
+        intake: Intake,
+        reader: TrajectoryReader,
+        fleet: FleetListener,
+        publisher: PolicyPublisher,
+        checkpoints: CheckpointStore,
+        journal: Journal,
+        metrics: TrainerMetrics,
+        stop: StopSignal,
+        check_children: Callable[[], None] = lambda: None,
+        step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._learner = learner
+        self._intake = intake
+        self._reader = reader
+        self._fleet = fleet
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._journal = journal
+        self._metrics = metrics
+        self._stop = stop
+        self._check_children = check_children
+        self._clock = clock
+        self.step = step
+        self._unjournaled: list[Resolution] = []
+        self._checkpointed_step: int | None = None
+        self._seen_read = 0
+        self._shown_producers: set[str] = set()
+        metrics.staleness_bound.set(run.max_staleness)
+        metrics.buffer_limit_bytes.set(run.batch.buffer_bytes)
+
+    def run(self) -> None:
+        """Train until the steps are done or a stop is asked for. Raises EchoError."""
+        # Also after a restart: the restored policy gets a version of its own, above all that was announced.
+        self._publish({})
+        self._reader.start()
+        self._fleet.start()
+        while self.step < self._run.learner.steps:
+            batch = self._next_batch()
+            if batch is None:
+                break
+            self._train(batch)
+            if self.step % self._run.checkpoint.every == 0:
+                self._checkpoint()
+        finished = self.step >= self._run.learner.steps
+        if finished:
+            self._publisher.end(step=self.step, reason=f"all {self.step} steps done")
+        if self._checkpointed_step != self.step:
+            self._checkpoint()
+        log.info("run finished" if finished else "stopped as asked", step=self.step, version=self._publisher.newest)
+
+    def _next_batch(self) -> list[Group] | None:
+        """Wait for a batch; None when a stop was asked for."""
+        watch = Watch("a batch", self._describe_wait, limit_s=self._run.limits.waiting_s, clock=self._clock)
+        with self._phase("wait"):
+            while not self._stop.is_set():
+                batch = self._intake.cut(_LOOK_S)
+                self._reader.check()
+                self._fleet.check()
+                self._check_children()
+                self._settle()
+                self._show_intake()
+                if batch is not None:
+                    return batch
+                # Records that come in are no progress by themselves: a reader that drops all it reads must say so.
+                watch.check()
+        return None
+
+    def _train(self, batch: list[Group]) -> None:
+        newest = self._publisher.newest
+        began = self._clock()
+        with self._phase("forward_backward"):
+            stats = self._learner.step(batch, newest)
+        self.step += 1
+        self._intake.trained(batch, Reason.NONFINITE if stats.skipped else Reason.TRAINED)
+        resolved = dict(Counter(incarnation_of(group.group_id) for group in batch))
+        due = self.step % self._run.learner.publish_every == 0 or self.step == self._run.learner.steps
+        if due:
+            self._publish(resolved)
+        else:
+            self._fleet.groups_resolved(resolved)
+        self._settle()
+        self._write_journal(batch, stats, newest, self._clock() - began)
+        self._show_step(stats, batch, newest)
+
+    def _publish(self, resolved: dict[str, int]) -> None:
+        """Publish the learner's policy and announce it. `resolved` groups are told with it, never before: a producer that
+        had room before it heard of the new version would sample from the old one."""
+
+        def grants() -> dict[str, Any]:
+            self._fleet.groups_resolved(resolved)
+            return self._fleet.take_grants()
+
+        with self._phase("publish"):
+            announcement = self._publisher.publish(step=self.step, tensors=self._learner.host_tensors(), grants=grants)
+        self._intake.announced(announcement.version)
+        self._metrics.announcements.inc()
+        self._metrics.policy_version.set(announcement.version)
+        log.info("announced", version=announcement.version, step=self.step, bytes=announcement.nbytes)
+
+    def _checkpoint(self) -> None:
+        with self._phase("checkpoint"):
+            state = self._settle(with_state=True)
+            if self._unjournaled:
+                self._journal.append({"step": self.step, "resolved": by_reason(self._unjournaled)})
+                self._unjournaled = []
+            self._journal.sync()
+            tensors, meta = self._learner.state()
+            self._checkpoints.save(
+                self.step,
+                tensors,
+                {
+                    "policy_version": self._publisher.newest,
+                    "learner": meta,
+                    "ledger": state,
+                    "groups_resolved": self._fleet.resolved(),
+                },
+            )
+        self._checkpointed_step = self.step
+        self._metrics.checkpoints.inc()
+        log.info("checkpoint", step=self.step)
+
+    def _settle(self, *, with_state: bool = False) -> dict[str, Any] | None:
+        """Take over what was resolved: counted, journaled later, and told to the producers whose groups were dropped."""
+        settled = self._intake.settle(with_state=with_state)
+        for resolution in settled.resolutions:
+            outcome = OUTCOME_OF[resolution.reason].value
+            self._metrics.records_resolved.labels(self._run.run_id, outcome, resolution.reason.value).inc()
+        self._unjournaled.extend(settled.resolutions)
+        if settled.dropped_groups:
+            self._fleet.groups_resolved(settled.dropped_groups)
+        return settled.state
+
+    def _write_journal(self, batch: list[Group], stats: StepStats, newest: int, seconds: float) -> None:
+        ages = Counter(staleness(newest, member.trajectory.min_policy_version) for group in batch for member in group.members)
+        self._journal.append(
+            {
+                "step": self.step,
+                "version": newest,
+                "batch": [[group.group_id, *[[m.partition, m.offset] for m in group.members]] for group in batch],
+                "resolved": by_reason(self._unjournaled),
+                "skipped": stats.skipped,
+                "reward_mean": stats.reward_mean,
+                "loss": stats.loss,
+                "grad_norm": stats.grad_norm,
+                "entropy": stats.entropy,
+                "tokens": stats.tokens,
+                "staleness": {str(age): count for age, count in sorted(ages.items())},
+                "seconds": seconds,
+                "time": time.time(),
+            }
+        )
+        self._unjournaled = []
+
+    def _describe_wait(self) -> str:
+        stats = self._intake.stats()
+        dropped = {reason: n for reason, n in stats.resolved.items() if reason is not Reason.TRAINED}
+        parts = [f"{n} {reason.value}" for reason, n in sorted(dropped.items()) if n]
+        parts.append(f"{stats.members_incomplete} in {stats.groups_incomplete} incomplete groups")
+        producers = self._fleet.alive()
+        serving = ", ".join(f"{p.producer_id} serves {p.serving} ({p.state})" for p in producers) or "no producer is alive"
+        errors = "".join(f"; {p.producer_id} could not pull: {p.last_pull_error}" for p in producers if p.last_pull_error)
+        return (
+            f"{stats.groups_ready} of {self._run.batch.groups_per_step} groups are ready; of {stats.read} records read: "
+            f"{', '.join(parts)} (worst staleness {stats.worst_staleness}, bound {self._run.max_staleness}); "
+            f"newest announced {stats.newest_version}; {serving}{errors}"
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._metrics.phase_seconds.labels(self._run.run_id, name).inc(self._clock() - began)
+
+    def _show_intake(self) -> None:
+        m, run_id, stats = self._metrics, self._run.run_id, self._intake.stats()
+        m.records_read.inc(max(0, stats.read - self._seen_read))
+        self._seen_read = max(self._seen_read, stats.read)
+        m.records_pending.set(stats.pending)
+        m.groups_ready.set(stats.groups_ready)
+        m.groups_incomplete.set(stats.groups_incomplete)
+        m.buffer_bytes.set(stats.nbytes)
+        m.paused.set(self._reader.paused)
+        span = self._intake.unresolved_span()
+        for number, behind in self._reader.lag().items():
+            if behind is not None:
+                m.lag_records.labels(run_id, self._reader.topic, str(number)).set(behind + span[number])
+        producers = self._fleet.alive()
+        m.producers_alive.set(len(producers))
+        m.groups_outstanding.set(sum(producer.outstanding for producer in producers))
+        windows = self._fleet.windows()
+        alive = {producer.producer_id for producer in producers}
+        for gone in self._shown_producers - alive:
+            m.producer_serving.remove(run_id, gone)
+            m.producer_window.remove(run_id, gone)
+        self._shown_producers = alive
+        for producer in producers:
+            m.producer_serving.labels(run_id, producer.producer_id).set(producer.serving)
+            m.producer_window.labels(run_id, producer.producer_id).set(windows.get(producer.incarnation, 0))
+
+    def _show_step(self, stats: StepStats, batch: list[Group], newest: int) -> None:
+        m, run_id = self._metrics, self._run.run_id
+        m.step.set(self.step)
+        m.reward_mean.set(stats.reward_mean)
+        m.tokens.inc(stats.tokens)
+        if not stats.skipped:
+            m.loss.set(stats.loss)
+            m.grad_norm.set(stats.grad_norm)
+            m.entropy.set(stats.entropy)
+            m.clipped_ratio.set(stats.clipped_ratio)
+            m.truncated_ratio.set(stats.truncated_ratio)
+            for ages, value in stats.mismatch_kl.items():
+                m.mismatch_kl.labels(run_id, ages).set(value)
+        trajectories = [member.trajectory for group in batch for member in group.members]
+        ages = [staleness(newest, trajectory.min_policy_version) for trajectory in trajectories]
+        for trajectory, age in zip(trajectories, ages, strict=True):
+            m.staleness.observe(age)
+            m.completion_tokens.labels(run_id, "trained").observe(len(trajectory.completion_ids))
+        m.staleness_max.set(max(ages))
+        log.info(
+            "step",
+            step=self.step,
+            reward=round(stats.reward_mean, 4),
+            staleness_max=max(ages),
+            tokens=stats.tokens,
+            skipped=stats.skipped,
+        )

@@ -1,0 +1,93 @@
+"""Who lives, what each may have outstanding: windows follow throughput, a dead producer's share returns to the others."""
+
+from consumers.fleet import Fleet
+from echo.control import Grant, Heartbeat
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(name: str, sequence: int, *, published: int = 0, created: float | None = None, **overrides: object) -> Heartbeat:
+    values: dict[str, object] = {
+        "run_id": "r",
+        "producer_id": name.partition(".")[0],
+        "incarnation": name,
+        "sequence": sequence,
+        "state": "sampling",
+        "serving": 1,
+        "announced": 1,
+        "groups_started": published,
+        "groups_published": published,
+        "trajectories": 0,
+        "tokens": 0,
+        "pulls": 1,
+        "failed_pulls": 0,
+        "created": float(sequence) if created is None else created,
+    }
+    return Heartbeat(**(values | overrides))  # type: ignore[arg-type]
+
+
+def make_fleet(clock: Clock, total: int = 12) -> Fleet:
+    return Fleet(run_id="r", total_window=total, dead_after_s=30, clock=clock)
+
+
+def test_windows_follow_measured_throughput() -> None:
+    clock = Clock()
+    fleet = make_fleet(clock)
+    for name, rate in (("a.1", 3), ("b.1", 1)):
+        for sequence in range(3):
+            fleet.hear(beat(name, sequence, published=rate * sequence))
+    assert fleet.grants() == {"a.1": Grant(window=9, resolved=0), "b.1": Grant(window=3, resolved=0)}
+
+
+def test_a_silent_producer_dies_and_its_window_returns_to_the_others() -> None:
+    clock = Clock()
+    fleet = make_fleet(clock)
+    fleet.hear(beat("a.1", 0))
+    fleet.hear(beat("b.1", 0))
+    clock.now = 31
+    fleet.hear(beat("b.1", 1))
+    assert fleet.grants() == {"b.1": Grant(window=12, resolved=0)}
+    fleet.hear(beat("a.1", 1))
+    assert fleet.grants().keys() == {"a.1", "b.1"}
+
+
+def test_a_leaving_producer_is_gone_at_once() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 0))
+    fleet.hear(beat("a.1", 1, leaving=True))
+    assert fleet.alive() == []
+
+
+def test_a_restarted_producer_replaces_its_former_incarnation() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 7))
+    fleet.hear(beat("a.2", 0, created=9.0))
+    assert fleet.grants().keys() == {"a.2"}
+
+
+def test_a_late_heartbeat_changes_nothing() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 5, serving=4))
+    fleet.hear(beat("a.1", 4, serving=3))
+    assert fleet.alive()[0].serving == 4
+
+
+def test_heartbeats_of_another_run_are_ignored() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 0, run_id="other"))
+    assert fleet.grants() == {}
+
+
+def test_resolved_groups_are_told_and_survive_a_restart() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 0, published=5))
+    fleet.group_resolved("a.1", 3)
+    assert fleet.alive()[0].outstanding == 2
+    again = Fleet(run_id="r", total_window=12, dead_after_s=30, clock=Clock(), resolved=fleet.resolved())
+    again.hear(beat("a.1", 1, published=5))
+    assert again.grants() == {"a.1": Grant(window=12, resolved=3)}

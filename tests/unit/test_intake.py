@@ -1,0 +1,272 @@
+"""From records to batches: one decision per group, no stale token trained, every record resolved once, memory bounded."""
+
+from collections import Counter
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.intake import BufferTooSmallError, DeadLetter, Intake
+from consumers.ledger import Ledger, Reason
+from echo import codec
+from echo.kafka import LogRecord
+from echo.trajectory import Trajectory, group_id, trajectory_id
+from tests.helpers import RUN_ID, make_trajectory
+
+SIZE = 2
+
+
+def member(number: int, index: int, *, version: int = 0, **overrides: object) -> Trajectory:
+    values: dict[str, object] = {
+        "group_id": group_id(RUN_ID, f"p{number % 2}", number),
+        "trajectory_id": trajectory_id(RUN_ID, f"p{number % 2}", number * SIZE + index),
+        "group_size": SIZE,
+        "group_index": index,
+        "spans": ((0, version),),
+    }
+    return make_trajectory(**(values | overrides))
+
+
+class Log:
+    """Gives records their offsets in one partition."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def put(self, trajectory: Trajectory) -> LogRecord:
+        key, headers, value = codec.encode(trajectory)
+        return self.raw(key, headers, value)
+
+    def raw(self, key: bytes, headers: codec.Headers, value: bytes | None) -> LogRecord:
+        record = LogRecord("trajectories", 0, self.next, key, [*headers], value, 0)
+        self.next += 1
+        return record
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_intake(clock: Clock | None = None, **overrides: object) -> Intake:
+    values: dict[str, object] = {
+        "run_id": RUN_ID,
+        "max_staleness": 1,
+        "groups_per_step": 2,
+        "buffer_bytes": 2**30,
+        "group_deadline_s": 10.0,
+        "ledger": Ledger([0]),
+        "newest_version": 0,
+        "clock": clock or Clock(),
+    }
+    return Intake(**(values | overrides))  # type: ignore[arg-type]
+
+
+def reasons(intake: Intake) -> Counter[Reason]:
+    return Counter(intake.stats().resolved)
+
+
+def test_complete_groups_come_out_in_the_order_of_their_completion() -> None:
+    log, intake = Log(), make_intake()
+    assert intake.offer([log.put(member(0, 0)), log.put(member(1, 1)), log.put(member(1, 0))]) == []
+    assert intake.cut(0) is None
+    intake.offer([log.put(member(0, 1))])
+    batch = intake.cut(0)
+    assert batch is not None
+    assert [[m.trajectory.group_index for m in group.members] for group in batch] == [[0, 1], [0, 1]]
+    assert [group.members[0].trajectory.group_id for group in batch] == [member(1, 0).group_id, member(0, 0).group_id]
+    assert intake.stats().pending == 4
+    intake.trained(batch)
+    assert reasons(intake) == {Reason.TRAINED: 4}
+    assert intake.stats().nbytes == 0
+
+
+def test_a_stale_member_drops_its_whole_group_also_those_that_come_later() -> None:
+    log, intake = Log(), make_intake(newest_version=5)
+    intake.offer([log.put(member(0, 0, version=5)), log.put(member(0, 1, version=3))])
+    intake.offer([log.put(member(1, 1, version=3)), log.put(member(1, 0, version=5))])
+    assert reasons(intake) == {Reason.STALE: 4}
+    assert intake.settle(with_state=False).dropped_groups == {"p0": 1, "p1": 1}
+
+
+def test_an_announcement_drops_what_it_makes_stale_complete_or_not() -> None:
+    log, intake = Log(), make_intake(newest_version=0)
+    intake.offer([log.put(member(0, 0)), log.put(member(0, 1)), log.put(member(1, 0)), log.put(member(2, 0, version=1))])
+    intake.announced(2)
+    assert reasons(intake) == {Reason.STALE: 3}
+    assert intake.stats().members_incomplete == 1
+    assert sum(intake.settle(with_state=False).dropped_groups.values()) == 2
+
+
+def test_an_overdue_group_is_dropped_and_its_straggler_too() -> None:
+    clock, log = Clock(), Log()
+    intake = make_intake(clock)
+    intake.offer([log.put(member(0, 0))])
+    clock.now = 9.9
+    intake.expire()
+    assert intake.stats().pending == 1
+    clock.now = 10.0
+    intake.expire()
+    intake.offer([log.put(member(0, 1))])
+    assert reasons(intake) == {Reason.DEADLINE: 2}
+
+
+def test_duplicates_are_dropped_before_and_after_their_group_is_done() -> None:
+    log, intake = Log(), make_intake(groups_per_step=1)
+    intake.offer([log.put(member(0, 0)), log.put(member(0, 0)), log.put(member(0, 1)), log.put(member(0, 1))])
+    batch = intake.cut(0)
+    assert batch is not None
+    intake.offer([log.put(member(0, 0))])
+    intake.trained(batch)
+    intake.offer([log.put(member(0, 1))])
+    assert reasons(intake) == {Reason.TRAINED: 2, Reason.DUPLICATE: 4}
+
+
+def test_a_record_of_another_run_is_dropped_from_its_headers() -> None:
+    log, intake = Log(), make_intake()
+    record = log.put(member(0, 0, run_id="other"))
+    intake.offer([record._replace(value=b"never looked at")])
+    assert reasons(intake) == {Reason.FOREIGN_RUN: 1}
+
+
+def test_unreadable_records_are_dead_lettered_and_resolved_only_once_that_is_safe() -> None:
+    log, intake = Log(), make_intake()
+    future = [("schema", b"9.0")]
+    plain = msgpack.unpackb(codec.encode(member(1, 0)).value)
+    plain["schema"] = "9.1"
+    letters = intake.offer(
+        [
+            log.raw(b"k", [], b"\x80\x04pickle"),
+            log.raw(b"k", future, b"x"),
+            log.put(member(0, 0))._replace(value=b"\x00garbage"),
+            log.put(member(1, 0))._replace(value=msgpack.packb(plain)),
+        ]
+    )
+    assert [letter.reason for letter in letters] == [Reason.CORRUPT, Reason.SCHEMA, Reason.CORRUPT, Reason.SCHEMA]
+    assert intake.stats().pending == 4
+    assert intake.frontiers() == {0: 0}
+    for letter in letters:
+        intake.dead_lettered(letter)
+    assert intake.stats().pending == 0
+    assert intake.frontiers() == {0: 4}
+
+
+def test_headers_and_value_that_disagree_are_corrupt_and_the_group_is_given_up() -> None:
+    log, intake = Log(), make_intake()
+    intake.offer([log.put(member(0, 0))])
+    lying = log.put(member(0, 1, version=1))._replace(value=codec.encode(member(0, 1, version=0)).value)
+    (letter,) = intake.offer([lying])
+    assert (letter.reason, letter.detail) == (Reason.CORRUPT, "headers and value disagree")
+    assert reasons(intake) == {Reason.INCOMPLETE_GROUP: 1}
+
+
+def test_siblings_that_disagree_about_the_group_size_are_corrupt() -> None:
+    log, intake = Log(), make_intake()
+    (letter,) = intake.offer([log.put(member(0, 0)), log.put(member(0, 1, group_size=3))])
+    assert "group_size is 3, but 2 in its siblings" in letter.detail
+
+
+def test_a_batch_left_out_for_nan_is_resolved_with_that_reason() -> None:
+    log, intake = Log(), make_intake(groups_per_step=1)
+    intake.offer([log.put(member(0, 0)), log.put(member(0, 1))])
+    batch = intake.cut(0)
+    assert batch is not None
+    intake.trained(batch, Reason.NONFINITE)
+    assert reasons(intake) == {Reason.NONFINITE: 2}
+
+
+def test_a_full_buffer_stops_reading_until_a_batch_is_cut() -> None:
+    log = Log()
+    intake = make_intake(buffer_bytes=4 * member(0, 0).nbytes)
+    intake.offer([log.put(member(n, i)) for n in (0, 1) for i in (0, 1)])
+    assert intake.full()
+    assert intake.cut(0) is not None
+    assert not intake.full()
+
+
+def test_incomplete_groups_make_room_where_they_keep_a_batch_from_completing() -> None:
+    log = Log()
+    intake = make_intake(buffer_bytes=4 * member(0, 0).nbytes)
+    intake.offer([log.put(member(n, 0)) for n in range(5)])
+    assert not intake.full()
+    assert reasons(intake) == {Reason.BUFFER_FULL: 2}
+
+
+def test_a_buffer_that_can_not_hold_one_batch_says_so() -> None:
+    log = Log()
+    intake = make_intake(buffer_bytes=2 * member(0, 0).nbytes)
+    intake.offer([log.put(member(0, i)) for i in (0, 1)])
+    with pytest.raises(BufferTooSmallError, match=r"batch\.buffer_bytes"):
+        intake.full()
+
+
+def test_a_restart_reads_pending_records_again_and_skips_resolved_ones() -> None:
+    log, intake = Log(), make_intake(groups_per_step=1)
+    records = [log.put(member(0, 0)), log.put(member(1, 0)), log.put(member(1, 1)), log.put(member(0, 1))]
+    intake.offer(records[:3])
+    batch = intake.cut(0)
+    assert batch is not None
+    intake.trained(batch)
+    state = intake.settle(with_state=True).state
+    again = make_intake(groups_per_step=1, ledger=Ledger([0], state))
+    assert again.frontiers() == {0: 0}
+    again.offer(records)
+    batch = again.cut(0)
+    assert batch is not None
+    assert batch[0].group_id == member(0, 0).group_id
+    again.trained(batch)
+    assert reasons(again) == {Reason.TRAINED: 4}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data: st.DataObject) -> None:
+    """Members in any order, doubled, of any version; announcements, deadlines, cuts and checkpoints at any moment."""
+    clock, log, bound = Clock(), Log(), data.draw(st.integers(0, 2))
+    intake = make_intake(clock, max_staleness=bound)
+    supply = data.draw(
+        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1), st.integers(0, 6)), max_size=40), label="members"
+    )
+    newest = 0
+    trained: list[str] = []
+    open_letters: list[DeadLetter] = []
+    for number, index, version in supply:
+        open_letters += intake.offer([log.put(member(number, index, version=min(version, newest)))])
+        action = data.draw(st.sampled_from(["none", "announce", "cut", "expire", "letters"]))
+        if action == "announce":
+            newest += data.draw(st.integers(1, 3))
+            intake.announced(newest)
+        elif action == "expire":
+            clock.now += 6
+            intake.expire()
+        elif action == "letters":
+            for letter in open_letters:
+                intake.dead_lettered(letter)
+            open_letters.clear()
+        elif action == "cut":
+            batch = intake.cut(0)
+            if batch is not None:
+                for group in batch:
+                    assert len(group.members) == SIZE
+                    assert newest - group.min_policy_version <= bound
+                    trained += [m.trajectory.trajectory_id for m in group.members]
+                intake.trained(batch)
+        stats = intake.stats()
+        assert stats.read == log.next
+        assert stats.read == sum(stats.resolved.values()) + stats.pending
+    assert len(set(trained)) == len(trained)
+    clock.now += 100
+    intake.expire()
+    for letter in open_letters:
+        intake.dead_lettered(letter)
+    intake.announced(newest + 100)
+    stats = intake.stats()
+    assert stats.pending == 0
+    assert stats.nbytes == 0
+    settled = intake.settle(with_state=True)
+    assert len({(r.partition, r.offset) for r in settled.resolutions}) == len(settled.resolutions) == log.next
+    assert sum(Counter(r.reason for r in settled.resolutions).values()) == log.next

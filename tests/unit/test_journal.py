@@ -1,0 +1,42 @@
+"""The journal says which records each step resolved, and a resume cuts off what is done again."""
+
+from pathlib import Path
+
+import pytest
+
+from consumers import journal
+from consumers.intake import Resolution
+from consumers.journal import Journal, by_reason
+from consumers.ledger import Reason
+from echo.errors import CheckpointError
+
+
+def test_resolutions_become_intervals_per_reason_and_partition() -> None:
+    found = by_reason([Resolution(0, 5, Reason.TRAINED), Resolution(0, 4, Reason.TRAINED), Resolution(1, 9, Reason.STALE)])
+    assert found == {"trained": {"0": [(4, 6)]}, "stale": {"1": [(9, 10)]}}
+
+
+def test_a_resume_keeps_only_the_lines_of_the_checkpoint(tmp_path: Path) -> None:
+    first = Journal(tmp_path, through_step=None)
+    for step in (1, 2, 3):
+        first.append({"step": step})
+    first.close()
+    Journal(tmp_path, through_step=2).close()
+    assert [line["step"] for line in journal.read(first.path)] == [1, 2]
+
+
+def test_a_new_run_begins_an_empty_journal(tmp_path: Path) -> None:
+    first = Journal(tmp_path, through_step=None)
+    first.append({"step": 1})
+    first.close()
+    Journal(tmp_path, through_step=None).close()
+    assert list(journal.read(first.path)) == []
+
+
+def test_a_line_cut_by_a_crash_is_left_out_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / journal.FILE_NAME
+    path.write_text('{"step": 1}\n{"step": 2')
+    assert [line["step"] for line in journal.read(path)] == [1]
+    path.write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(CheckpointError, match=r"journal\.jsonl:2"):
+        list(journal.read(path))

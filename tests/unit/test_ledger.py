@@ -1,0 +1,96 @@
+"""Every record read is resolved exactly once, and a checkpoint loses none and trains none twice."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.journal import intervals
+from consumers.ledger import OUTCOME_OF, Ledger, Outcome, Reason
+
+reasons = st.sampled_from(list(Reason))
+
+
+def test_every_reason_has_an_outcome() -> None:
+    assert OUTCOME_OF.keys() == set(Reason)
+
+
+def test_the_frontier_is_the_lowest_unresolved_offset() -> None:
+    ledger = Ledger([0])
+    for offset in (3, 4, 7, 8):
+        assert ledger.begin(0, offset)
+    assert ledger.frontiers() == {0: 3}
+    ledger.resolve(0, 4, Reason.TRAINED)
+    assert ledger.frontiers() == {0: 3}
+    ledger.resolve(0, 3, Reason.STALE)
+    assert ledger.frontiers() == {0: 7}
+    ledger.resolve(0, 8, Reason.TRAINED)
+    assert ledger.state()["above"] == {"0": [[8, 9]]}
+    ledger.resolve(0, 7, Reason.TRAINED)
+    assert ledger.frontiers() == {0: 9}
+
+
+def test_resolving_twice_or_unread_is_an_error() -> None:
+    ledger = Ledger([0])
+    ledger.begin(0, 5)
+    ledger.resolve(0, 5, Reason.TRAINED)
+    with pytest.raises(AssertionError, match="offset 5"):
+        ledger.resolve(0, 5, Reason.STALE)
+    with pytest.raises(AssertionError, match="offset 6"):
+        ledger.resolve(0, 6, Reason.STALE)
+    with pytest.raises(AssertionError, match="offset 5"):
+        ledger.begin(0, 5)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 3), max_size=30), min_size=1, max_size=3),
+    st.lists(st.integers(0, 3), max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, random) -> None:  # type: ignore[no-untyped-def]
+    """Read and resolve in any order over several lives; only what a checkpoint holds survives a crash."""
+    logs = {}
+    for partition, steps in enumerate(gaps):
+        offsets, at = [], -1
+        for step in steps:
+            at += step
+            offsets.append(at)
+        logs[partition] = offsets
+    durable: dict[tuple[int, int], Reason] = {}
+    state = None
+    for life in [*lives, None]:
+        ledger = Ledger(logs, state)
+        mine = dict(durable)
+        pending: list[tuple[int, int]] = []
+        unread = {p: [o for o in offsets if o >= ledger.frontiers()[p]] for p, offsets in logs.items()}
+        actions = 10**6 if life is None else life * 5
+        while actions > 0 and (pending or any(unread.values())):
+            actions -= 1
+            partition = random.choice(list(logs))
+            if unread[partition] and random.random() < 0.6:
+                record = (partition, unread[partition].pop(0))
+                if ledger.begin(*record):
+                    assert record not in mine, "resolved before, and read as new"
+                    pending.append(record)
+                else:
+                    assert record in mine
+            elif pending:
+                record = pending.pop(random.randrange(len(pending)))
+                reason = random.choice(list(Reason))
+                ledger.resolve(*record, reason)
+                mine[record] = reason
+            resolved = sum(ledger.count(outcome) for outcome in Outcome)
+            assert ledger.read == resolved + ledger.pending
+            assert resolved == len(mine)
+            assert ledger.pending == len(pending)
+            if random.random() < 0.3:
+                state, durable = ledger.state(), dict(mine)
+    assert mine.keys() == {(p, o) for p, offsets in logs.items() for o in offsets}
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_intervals_cover_exactly_their_offsets(offsets: set[int]) -> None:
+    found = intervals(offsets)
+    assert {offset for first, end in found for offset in range(first, end)} == offsets
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
