@@ -1,0 +1,325 @@
+"""Which policy to sample from: hears announcements on the control topic, pulls the newest one's weights, offers them.
+
+Refuses to touch the engine: verified weights wait in a slot until the engine takes them, and what is served is what the
+engine says. Never pulls a backlog of versions one by one, and never acts on a message of another run.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import structlog
+
+from echo import control
+from echo.control import Announcement, EndOfRun, Grant
+from echo.errors import BrokerError, ControlError, WeightsError
+from echo.log import BEGINNING, LogReader, LogRecord
+from echo.metrics import ProducerMetrics
+from echo.staleness import is_stale
+from echo.waiting import Watch
+from echo.weights.manifest import HostTensor
+from producers.engines.base import Policy
+
+log = structlog.get_logger("policy")
+
+_READ_S = 0.5
+_CLOSE_S = 5.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
+
+
+@dataclass(frozen=True)
+class ControlState:
+    """What the control topic says about our run up to here.
+
+    announcement: the newest policy. grant: what our incarnation was granted by the last message that carries grants; None
+    where that one does not name us. end: the end of the run, unless it was resumed after it. granted_at: when the
+    grants were told, seconds since the epoch.
+    """
+
+    announcement: Announcement | None = None
+    grant: Grant | None = None
+    granted_at: float | None = None
+    end: EndOfRun | None = None
+
+
+class PolicyListener:
+    """Reads the control topic from its beginning and for ever, in a thread of its own.
+
+    Nothing is told before the first end of the log was reached, so that a late joiner never acts on an old announcement or
+    on the end of a run that was resumed since. `changed` is notified at every change, and is there to be waited on.
+    """
+
+    def __init__(
+        self,
+        open_reader: Callable[[], LogReader],
+        topic: str,
+        *,
+        run_id: str,
+        incarnation: str,
+        changed: threading.Condition | None = None,
+        waiting_s: float = 30.0,
+    ) -> None:
+        self.changed = changed or threading.Condition()
+        self._open_reader = open_reader
+        self._topic = topic
+        self._run_id = run_id
+        self._incarnation = incarnation
+        self._waiting_s = waiting_s
+        self._read = ControlState()
+        self._told = ControlState()
+        self._records = 0
+        self._error: BrokerError | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="policy-listener", daemon=True)
+
+    def start(self) -> "PolicyListener":
+        self._thread.start()
+        return self
+
+    @property
+    def state(self) -> ControlState:
+        with self.changed:
+            return self._told
+
+    def check(self) -> None:
+        """Raise BrokerError where the listening has ended."""
+        with self.changed:
+            if self._error is not None:
+                raise self._error
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._closed.is_set():
+            raise BrokerError(f"topic {self._topic}: nobody listens any more, the thread ended (see the traceback before)")
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        reader: LogReader | None = None
+        try:
+            reader = self._open_reader()
+            reader.assign({(self._topic, 0): BEGINNING})
+            self._follow(reader)
+        except BrokerError as error:
+            with self.changed:
+                self._error = error
+                self.changed.notify_all()
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _follow(self, reader: LogReader) -> None:
+        watch = Watch(f"the end of topic {self._topic}", lambda: f"{self._records} records read", limit_s=self._waiting_s)
+        caught_up = False
+        while not self._closed.is_set():
+            try:
+                records = reader.read(100, _READ_S)
+            except BrokerError as error:
+                if not error.retriable:
+                    raise
+                log.warning("reading the control topic failed, trying again", error=str(error))
+                self._closed.wait(_READ_S)
+                continue
+            for record in records:
+                self._records += 1
+                self._take(record)
+            at_end = reader.at_end()
+            caught_up = caught_up or at_end
+            if not caught_up:
+                watch.check()
+                continue
+            watch.progress()
+            # The end of a run counts only where nothing comes after it in the log.
+            told = self._read if at_end else replace(self._read, end=self._told.end if self._read.end is not None else None)
+            with self.changed:
+                if told != self._told:
+                    self._told = told
+                    self.changed.notify_all()
+
+    def _take(self, record: LogRecord) -> None:
+        try:
+            message = control.decode_control(record.value, record.where)
+        except ControlError as error:
+            log.warning("control message skipped", error=str(error))
+            return
+        if message.run_id != self._run_id:
+            return
+        state = self._read
+        if isinstance(message, EndOfRun):
+            self._read = replace(state, end=message)
+            return
+        # One partition and one fenced writer: the log's order is the order. Each message names every grant in force.
+        state = replace(state, grant=message.grants.get(self._incarnation), granted_at=message.created)
+        if isinstance(message, Announcement):
+            newest = state.announcement
+            higher = newest is None or message.version > newest.version
+            state = replace(state, announcement=message if higher else newest, end=None)
+        self._read = state
+
+
+class Pulled(Protocol):
+    """What a pull gives: the parts of `echo.weights.client.Pulled` that are used here."""
+
+    @property
+    def tensors(self) -> Mapping[str, HostTensor]: ...
+    @property
+    def received_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class PullClient(Protocol):
+    """Verified pulls, as `echo.weights.client.WeightClient` does them."""
+
+    def pull(self, manifest_urls: Any, **options: Any) -> Pulled: ...
+
+
+class PolicyPuller:
+    """Pulls the newest announced policy in a thread of its own and keeps it until the engine takes it.
+
+    A newer announcement cancels a running pull, unless that would starve the engine: after one cancelled pull the
+    next is finished, as long as what it pulls could still be sampled from (`max_staleness`). A failed pull is counted,
+    told by `last_error`, and tried again after a growing, jittered wait that a newer announcement ends.
+    """
+
+    def __init__(
+        self,
+        listener: PolicyListener,
+        client: PullClient,
+        *,
+        metrics: ProducerMetrics,
+        max_staleness: int,
+        deadline_s: float,
+        first_retry_s: float = _FIRST_RETRY_S,
+    ) -> None:
+        self._listener = listener
+        self._changed = listener.changed
+        self._client = client
+        self._metrics = metrics
+        self._max_staleness = max_staleness
+        self._deadline_s = deadline_s
+        self._first_retry_s = first_retry_s
+        self._slot: Policy | None = None
+        # The newest version that was pulled: also where the engine refuses it, it is not pulled again.
+        self._settled = -1
+        self._finish_next = False
+        self._closed = False
+        self._failures_in_row = 0
+        self.pulls = 0
+        self.failed_pulls = 0
+        self.last_error = ""
+        self._thread = threading.Thread(target=self._run, name="policy-puller", daemon=True)
+
+    def start(self) -> "PolicyPuller":
+        self._thread.start()
+        return self
+
+    def take_policy(self) -> Policy | None:
+        """The verified policy that waits, if one does: an engine's `TakePolicy`. Each is given once."""
+        # Asked at every token: no lock, the slot is one reference.
+        if self._slot is None:
+            return None
+        with self._changed:
+            policy, self._slot = self._slot, None
+            return policy
+
+    @property
+    def has_policy(self) -> bool:
+        return self._slot is not None
+
+    def refused(self, policy: Policy, error: str) -> None:
+        """The engine could not load it: the old version serves on, and this one is not pulled again."""
+        with self._changed:
+            self._fail(f"the engine refused version {policy.version}: {error}")
+
+    def check(self) -> None:
+        """Raise WeightsError where nobody pulls any more."""
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._closed:
+            raise WeightsError("nobody pulls weights any more, the thread ended (see the traceback before)")
+
+    def close(self) -> None:
+        """Cancel a running pull and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            # A server that has gone silent in mid-read is not waited for: nothing of a pull outlives the process.
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and self._wanted() is None:
+                    self._changed.wait()
+                announcement = self._wanted()
+                if self._closed or announcement is None:
+                    return
+            self._pull(announcement)
+
+    def _wanted(self) -> Announcement | None:
+        announcement = self._listener.state.announcement
+        return announcement if announcement is not None and announcement.version > self._settled else None
+
+    def _pull(self, announcement: Announcement) -> None:
+        version = announcement.version
+        try:
+            pulled = self._client.pull(
+                announcement.manifest_urls,
+                run_id=announcement.run_id,
+                version=version,
+                manifest_digest=announcement.manifest_digest,
+                deadline_s=self._deadline_s,
+                cancelled=lambda: self._is_cancelled(version),
+            )
+        except WeightsError as error:
+            with self._changed:
+                if self._closed:
+                    return
+                if self._is_cancelled(version):
+                    self._finish_next = True
+                    self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, "superseded").inc()
+                    return
+                self._fail(f"version {version} could not be pulled: {error}")
+                self._wait_to_retry(version)
+            return
+        self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, "ok").inc()
+        self._metrics.pull_seconds.observe(pulled.seconds)
+        self._metrics.pull_bytes.inc(pulled.received_bytes)
+        with self._changed:
+            self._slot = Policy(version, pulled.tensors)
+            self._settled = version
+            self._finish_next = False
+            self._failures_in_row = 0
+            self.pulls += 1
+            self.last_error = ""
+            self._changed.notify_all()
+
+    def _is_cancelled(self, version: int) -> bool:
+        """Whether pulling `version` has lost its point."""
+        if self._closed:
+            return True
+        newest = self._listener.state.announcement
+        if newest is None or newest.version <= version:
+            return False
+        return not self._finish_next or is_stale(newest.version, version, self._max_staleness)
+
+    def _fail(self, error: str) -> None:
+        self._failures_in_row += 1
+        self.failed_pulls += 1
+        self.last_error = error
+        self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, "failed").inc()
+        log.warning("no new policy, the old one serves on", error=error)
+        self._changed.notify_all()
+
+    def _wait_to_retry(self, version: int) -> None:
+        """Wait with the lock held by the caller. A library's retry can't be ended by an announcement, this one is."""
+        longest = min(_LAST_RETRY_S, self._first_retry_s * 2 ** min(self._failures_in_row - 1, 10))
+        until = time.monotonic() + longest * random.uniform(0.5, 1.0)
+        while not self._closed and (left := until - time.monotonic()) > 0:
+            wanted = self._wanted()
+            if wanted is not None and wanted.version > version:
+                return
+            self._changed.wait(left)

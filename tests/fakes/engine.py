@@ -1,0 +1,156 @@
+"""A small engine without a model, and the other collaborators of the producer's loop, for tests that drive it.
+
+The engine keeps the contract of `producers.engines.base`: it asks for a policy before every token, and its spans are right.
+A test may stop it at a token (`before_token`) and may make it refuse versions.
+"""
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from echo.errors import EngineError, WeightsError
+from echo.trajectory import Sampling
+from echo.weights.manifest import HostTensor
+from producers.engines.base import Completion, Policy, TakePolicy
+from producers.tasks.base import Prompt, Score
+
+
+class FakeEngine:
+    """Samples `tokens` tokens per completion. calls: (version at the start, prompts, sampling) of every `generate`."""
+
+    identity = "fake 1.0"
+
+    def __init__(self, *, tokens: int = 3, before_token: Callable[[int], None] | None = None) -> None:
+        self._tokens = tokens
+        self._before_token = before_token or (lambda index: None)
+        self._version = -1
+        self.refuses: set[int] = set()
+        self.loads: list[int] = []
+        self.calls: list[tuple[int, int, Sampling]] = []
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    def load(self, policy: Policy) -> None:
+        if policy.version in self.refuses:
+            raise EngineError(f"policy {policy.version} does not fit this model")
+        self._version = policy.version
+        self.loads.append(policy.version)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, take_policy: TakePolicy | None = None
+    ) -> list[Completion]:
+        self.calls.append((self._version, len(prompts), sampling))
+        draw = random.Random(sampling.seed)
+        spans: list[tuple[int, int]] = []
+        for index in range(self._tokens):
+            self._before_token(index)
+            policy = take_policy() if take_policy is not None else None
+            if policy is not None:
+                self.load(policy)
+            if not spans or spans[-1][1] != self._version:
+                spans.append((index, self._version))
+        return [
+            Completion(
+                [draw.randrange(3, 100) for _ in range(self._tokens)],
+                [-draw.random() for _ in range(self._tokens)],
+                tuple(spans),
+                "stop",
+            )
+            for _ in prompts
+        ]
+
+    def close(self) -> None: ...
+
+
+class FakeTokenizer:
+    """A token is a character's code point."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+
+class FakeTask:
+    """Counts: prompt "n", reference {"n": n}; its stream's first number follows from the seed."""
+
+    name = "count"
+    scorer = "tests.fakes.engine:unused"
+    scorer_params: Mapping[str, Any] = {}
+
+    def prompts(self, seed: int) -> Iterator[Prompt]:
+        first = random.Random(seed).randrange(10**6)
+        for number in itertools.count(first):
+            yield Prompt(f"count-{number}", str(number), {"n": number})
+
+
+class FakeScorer:
+    """Rewards a completion with its first token's code point modulo 2; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Mapping[str, Any]]] = []
+
+    def score(self, items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Score]:
+        self.asked.extend(items)
+        rewards = [float(ord(text[0]) % 2) for text, _ in items]
+        return [Score(reward, {"odd": reward}, "ok") for reward in rewards]
+
+    def close(self) -> None: ...
+
+
+class FakePulled(NamedTuple):
+    tensors: Mapping[str, HostTensor]
+    received_bytes: int = 4
+    seconds: float = 0.01
+
+
+class FakeWeights:
+    """A weight client whose pulls end when the test allows: at once, unless `hold` names the version.
+
+    fails: versions whose pull raises, as long as they are in it. asked, pulled, cancelled: versions, in order.
+    """
+
+    def __init__(self) -> None:
+        self.fails: set[int] = set()
+        self.asked: list[int] = []
+        self.pulled: list[int] = []
+        self.cancelled: list[int] = []
+        self._held: set[int] = set()
+        self._changed = threading.Condition()
+
+    def hold(self, version: int) -> None:
+        with self._changed:
+            self._held.add(version)
+
+    def release(self, version: int) -> None:
+        with self._changed:
+            self._held.discard(version)
+            self._changed.notify_all()
+
+    def pull(
+        self,
+        manifest_urls: Sequence[str],
+        *,
+        run_id: str,
+        version: int,
+        manifest_digest: str,
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+    ) -> FakePulled:
+        with self._changed:
+            self.asked.append(version)
+            while version in self._held:
+                if cancelled():
+                    self.cancelled.append(version)
+                    raise WeightsError(f"pull of version {version} was cancelled")
+                self._changed.wait(0.01)
+        if version in self.fails:
+            raise WeightsError(f"{manifest_urls[0]}: no answer", retriable=True)
+        data = memoryview(version.to_bytes(4, "little"))
+        self.pulled.append(version)
+        return FakePulled({"w": HostTensor("w", "I32", (1,), data)})
