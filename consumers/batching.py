@@ -1,0 +1,117 @@
+"""Groups -> rows -> right-padded micro-batches within a budget of padded tokens. Pure.
+
+Refuses to know models or losses. Every trajectory is in exactly one micro-batch; how a batch is cut changes memory and speed,
+never the gradient (`objectives.token_loss` divides by the whole batch's tokens).
+
+A row is prompt + completion, right-padded, so that position 0 is the first prompt token and a causal model never sees
+padding. `first` is the shortest prompt of the micro-batch: no position before it is trained, so no logits are needed there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consumers.groups import Group
+from consumers.objectives import grpo_advantages
+from echo.staleness import staleness
+from echo.trajectory import Trajectory
+
+
+class Row(NamedTuple):
+    """One trajectory to train on, with what its group and the newest version say about it."""
+
+    trajectory: Trajectory
+    advantage: float
+    staleness: int
+
+
+class MicroBatch(NamedTuple):
+    """N rows padded to T tokens.
+
+    input_ids: (N, T) int64, 0 where padded. attention_mask: (N, T) int64. loss_mask: (N, T) bool, True where the token at that
+    position is trained. behaviour: (N, T) float32 logprobs, 0 outside completions. advantages, temperatures: (N,) float32.
+    staleness: (N,) int64 versions. first: the lowest position that any loss_mask may hold, >= 1.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    temperatures: Tensor
+    staleness: Tensor
+    first: int
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        moved: dict[str, Any] = {name: v.to(device) for name, v in self._asdict().items() if isinstance(v, Tensor)}
+        return self._replace(**moved)
+
+
+def make_rows(groups: Iterable[Group], newest_version: int) -> list[Row]:
+    """All trajectories in order, with GRPO advantages within each group and staleness against the newest announced version."""
+    rows = []
+    for group in groups:
+        rewards = torch.tensor([member.trajectory.reward for member in group.members], dtype=torch.float64)
+        for member, advantage in zip(group.members, grpo_advantages(rewards).tolist(), strict=True):
+            age = staleness(newest_version, member.trajectory.min_policy_version)
+            rows.append(Row(member.trajectory, advantage, age))
+    return rows
+
+
+def split(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Cut rows into micro-batches: indices into `lengths`, each index once.
+
+    Rows are taken longest first, so that padding is small and the largest micro-batch comes first (memory that does not
+    suffice shows at once). A micro-batch holds at most `tokens` padded tokens; a row longer than that is alone. Equal lengths
+    keep their order, so equal inputs give equal micro-batches.
+    """
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    parts: list[list[int]] = []
+    longest = 0
+    for index in order.tolist():
+        if not parts or (len(parts[-1]) + 1) * longest > tokens:
+            parts.append([])
+            longest = lengths[index]
+        parts[-1].append(index)
+    return parts
+
+
+def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[MicroBatch]:
+    """Padded micro-batches of `rows`, made one at a time."""
+    for part in split([row.trajectory.token_count for row in rows], tokens):
+        yield pad([rows[index] for index in part])
+
+
+def pad(rows: Sequence[Row]) -> MicroBatch:
+    """Right-pad rows to the longest of them."""
+    shape = (len(rows), max(row.trajectory.token_count for row in rows))
+    input_ids = np.zeros(shape, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    loss_mask = np.zeros(shape, dtype=np.bool_)
+    behaviour = np.zeros(shape, dtype=np.float32)
+    for place, row in enumerate(rows):
+        t = row.trajectory
+        start, end = len(t.prompt_ids), t.token_count
+        input_ids[place, :start] = t.prompt_ids
+        input_ids[place, start:end] = t.completion_ids
+        attention_mask[place, :end] = 1
+        loss_mask[place, start:end] = t.loss_mask
+        behaviour[place, start:end] = t.logprobs
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        attention_mask=torch.from_numpy(attention_mask),
+        loss_mask=torch.from_numpy(loss_mask),
+        behaviour=torch.from_numpy(behaviour),
+        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+        temperatures=torch.tensor([_temperature(row.trajectory) for row in rows], dtype=torch.float32),
+        staleness=torch.tensor([row.staleness for row in rows], dtype=torch.int64),
+        first=min(len(row.trajectory.prompt_ids) for row in rows),
+    )
+
+
+def _temperature(trajectory: Trajectory) -> float:
+    """What the learner divides logits by, so that its logprobs are of the same kind as the record's: raw ones are at 1."""
+    return trajectory.sampling.temperature if trajectory.sampling.logprob_mode == "processed" else 1.0

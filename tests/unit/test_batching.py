@@ -1,0 +1,97 @@
+"""Groups become rows and padded micro-batches: every trajectory once, within the budget, nothing of it lost."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers import batching
+from consumers.objectives import grpo_advantages
+from echo.trajectory import Sampling
+from tests.helpers import make_group, make_trajectory
+
+LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
+
+
+@given(lengths=LENGTHS, tokens=st.integers(1, 200))
+def test_split_keeps_every_row_once_and_the_budget(lengths, tokens):
+    """Each index once; a part of more than one row fits the budget; longest first; a part is closed only when it must be."""
+    parts = batching.split(lengths, tokens)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    padded = [len(part) * max(lengths[index] for index in part) for part in parts]
+    assert all(size <= tokens or len(part) == 1 for size, part in zip(padded, parts, strict=True))
+    flat = [lengths[index] for part in parts for index in part]
+    assert flat == sorted(flat, reverse=True)
+    for part in parts[:-1]:
+        assert (len(part) + 1) * lengths[part[0]] > tokens
+
+
+def test_equal_lengths_keep_their_order():
+    assert batching.split([5, 7, 5, 7, 5], 14) == [[1, 3], [0, 2], [4]]
+
+
+def test_rows_carry_advantage_and_staleness_of_their_own_group():
+    """Advantages within the group; staleness of the oldest token against the newest version, never below 0."""
+    groups = [
+        make_group(3, number=0, policy_version=7, rewards=[0, 0, 1]),
+        make_group(2, number=1, rewards=[5, 3], members=[{"spans": ((0, 4), (2, 6))}, {"spans": ((0, 9),)}]),
+    ]
+    rows = batching.make_rows(groups, newest_version=8)
+    assert [row.trajectory.trajectory_id for row in rows] == [m.trajectory.trajectory_id for g in groups for m in g.members]
+    assert [row.staleness for row in rows] == [1, 1, 1, 4, 0]
+    first = grpo_advantages(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)).tolist()
+    second = grpo_advantages(torch.tensor([5.0, 3.0], dtype=torch.float64)).tolist()
+    assert [row.advantage for row in rows] == first + second
+
+
+def test_padded_rows_by_hand():
+    """Two rows of other lengths: ids, masks and logprobs stand at their positions, padding is zero."""
+    rows = [
+        batching.Row(
+            make_trajectory(
+                prompt_ids=[5, 6, 7],
+                completion_ids=[8, 9],
+                logprobs=np.array([-0.5, -0.25], np.float16),
+                sampling=Sampling(max_tokens=4, temperature=0.7),
+            ),
+            1.5,
+            2,
+        ),
+        batching.Row(
+            make_trajectory(
+                prompt_ids=[3],
+                completion_ids=[1, 2, 4],
+                logprobs=np.array([-1, -2, -3], np.float32),
+                loss_mask=np.array([True, False, True]),
+                sampling=Sampling(max_tokens=4, temperature=0.7, logprob_mode="raw"),
+            ),
+            -1.0,
+            0,
+        ),
+    ]
+    batch = batching.pad(rows)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [3, 1, 2, 4, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert batch.loss_mask.tolist() == [[False, False, False, True, True], [False, True, False, True, False]]
+    assert batch.behaviour.tolist() == [[0, 0, 0, -0.5, -0.25], [0, -1, -2, -3, 0]]
+    assert batch.advantages.tolist() == [1.5, -1.0]
+    assert batch.staleness.tolist() == [2, 0]
+    torch.testing.assert_close(batch.temperatures, torch.tensor([0.7, 1.0]))  # Raw logprobs are at temperature 1.
+    assert batch.first == 1
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), tokens=st.integers(1, 60))
+def test_micro_batches_hold_every_trajectory_once(lengths, tokens):
+    """Ids found by the masks are exactly the trajectories' own, each once."""
+    rows = [
+        batching.Row(make_trajectory(prompt_ids=[number + 1] * prompt, completion_ids=[number + 1] * completion), 0.0, number)
+        for number, (prompt, completion) in enumerate(lengths)
+    ]
+    seen = {}
+    for batch in batching.micro_batches(rows, tokens):
+        for place, number in enumerate(batch.staleness.tolist()):
+            assert number not in seen
+            real = batch.attention_mask[place].bool()
+            assert set(batch.input_ids[place][real].tolist()) == {number + 1}
+            seen[number] = (int(real.sum()) - int(batch.loss_mask[place].sum()), int(batch.loss_mask[place].sum()))
+    assert seen == dict(enumerate(lengths))
