@@ -1,0 +1,222 @@
+"""The checkpoint store: atomic under kill -9, verified on load, of one run, pruned."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from consumers import checkpoint
+from consumers.checkpoint import META, TENSORS, CheckpointStore
+from echo.errors import CheckpointError
+
+READER = {"frontier": {"0": 12, "1": 7}, "resolved": {"0": [[14, 16], [20, 21]]}}
+
+
+def tensors_of(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "model.a": torch.full((3, 5), float(step)),
+        "model.b": torch.arange(7, dtype=torch.bfloat16) + step,
+        "rng.torch": torch.tensor([step % 256], dtype=torch.uint8),
+    }
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    return store.save(step, tensors_of(step), {"name": f"m{step}"}, policy_version=step + 100, reader=READER)
+
+
+def assert_is_step(found: checkpoint.Loaded | None, step: int) -> None:
+    assert found is not None
+    assert (found.step, found.policy_version, found.meta, found.reader) == (step, step + 100, {"name": f"m{step}"}, READER)
+    expected = tensors_of(step)
+    assert found.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found.tensors[name].dtype == value.dtype
+        assert torch.equal(found.tensors[name], value)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(file: Path, place: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 0x01
+    file.write_bytes(raw)
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    """Tensors bit for bit in their dtypes, meta and reader part as given; nothing found in an empty or absent folder."""
+    store = CheckpointStore(tmp_path / "deep" / "checkpoints", "run-1", keep=2)
+    assert store.newest() is None
+    path = save(store, 12)
+    assert path.name == "step-0000012"
+    assert names(path) == [META, TENSORS]
+    assert_is_step(CheckpointStore(store.dir, "run-1", keep=2).newest(), 12)
+
+
+def test_meta_is_readable_by_anything(tmp_path):
+    """meta.json is plain JSON that names run, step, version, digest and read positions."""
+    path = save(CheckpointStore(tmp_path, "run-1", keep=2), 3)
+    meta = json.loads((path / META).read_text())
+    assert (meta["run_id"], meta["step"], meta["policy_version"], meta["reader"]) == ("run-1", 3, 103, READER)
+    assert len(meta["tensors_digest"]) == 64
+
+
+def test_prune_keeps_the_newest_and_the_loaded_one(tmp_path):
+    """The last `keep` stay; so does the one this process started from."""
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert names(tmp_path) == ["step-0000002", "step-0000003"]
+    later = CheckpointStore(tmp_path, "run-1", keep=2)
+    assert_is_step(later.newest(), 3)
+    for step in (4, 5, 6):
+        save(later, step)
+    assert names(tmp_path) == ["step-0000003", "step-0000005", "step-0000006"]
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    """A second save of a step (more records resolved meanwhile) takes the first one's place."""
+    store = CheckpointStore(tmp_path, "run-1", keep=1)
+    save(store, 5)
+    store.save(5, tensors_of(6), {}, policy_version=7, reader={"frontier": {"0": 99}})
+    found = store.newest()
+    assert found is not None
+    assert (found.policy_version, found.reader) == (7, {"frontier": {"0": 99}})
+    assert names(tmp_path) == ["step-0000005"]
+
+
+def test_killed_while_replacing_a_step_the_old_one_is_found(tmp_path):
+    """Between the two renames of a replacement the folder holds only `.previous`: it is loaded, and counted when pruning."""
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    save(store, 5).rename(tmp_path / "step-0000005.previous")
+    assert_is_step(store.newest(), 5)
+    save(store, 6)
+    assert names(tmp_path) == ["step-0000005.previous", "step-0000006"]
+    save(store, 5)
+    assert names(tmp_path) == ["step-0000005"]
+
+
+def test_a_save_supersedes_later_steps(tmp_path):
+    """Starting over from an earlier step abandons the later ones: they must not win the next resume."""
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    save(store, 50)
+    with capture_logs() as logs:
+        save(store, 10)
+    assert names(tmp_path) == ["step-0000010"]
+    assert [entry["log_level"] for entry in logs] == ["warning"]
+    assert_is_step(store.newest(), 10)
+
+
+@pytest.mark.parametrize("file", [TENSORS, META])
+def test_one_wrong_byte_anywhere_is_noticed(tmp_path, file):
+    """Whichever byte of the newest is damaged: a warning, and the previous checkpoint, intact."""
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    save(store, 1)
+    damaged = save(store, 2) / file
+    whole = damaged.read_bytes()
+    # Every byte of meta.json that carries a value, a sample of the tensors'. Blanks of the layout may change: nothing is lost.
+    places = range(0, len(whole), 7) if file == TENSORS else [i for i in range(len(whole)) if whole[i] not in b" \n"]
+    for place in places:
+        flip(damaged, place)
+        with capture_logs() as logs:
+            assert_is_step(store.newest(), 1)
+        assert [entry["log_level"] for entry in logs] == ["warning"]
+        damaged.write_bytes(whole)
+    assert_is_step(store.newest(), 2)
+
+
+def test_truncated_and_missing_files_are_noticed(tmp_path):
+    store = CheckpointStore(tmp_path, "run-1", keep=4)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    os.truncate(tmp_path / "step-0000004" / TENSORS, 20)
+    (tmp_path / "step-0000003" / TENSORS).unlink()
+    (tmp_path / "step-0000002" / META).unlink()
+    assert_is_step(store.newest(), 1)
+
+
+def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    for step in (1, 2):
+        flip(save(store, step) / TENSORS, -1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*step-0000002.*step-0000001"):
+        store.newest()
+
+
+def test_a_foreign_run_is_refused_on_load_and_on_save(tmp_path):
+    """Another run's folder is neither resumed from nor written into (its checkpoints would be pruned)."""
+    save(CheckpointStore(tmp_path, "run-1", keep=2), 1)
+    other = CheckpointStore(tmp_path, "run-2", keep=1)
+    with pytest.raises(CheckpointError, match=r"belongs to run 'run-1', not 'run-2'"):
+        other.newest()
+    with pytest.raises(CheckpointError, match=r"belongs to run 'run-1'"):
+        save(other, 2)
+    assert names(tmp_path) == ["step-0000001"]
+
+
+def test_unfinished_folders_are_passed_over_and_cleaned_up(tmp_path):
+    """A temporary folder, however complete, is no checkpoint; the next save removes it."""
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    save(store, 1)
+    save(store, 9).rename(tmp_path / ".tmp-step-0000009-0badcafe")
+    assert_is_step(store.newest(), 1)
+    save(store, 2)
+    assert names(tmp_path) == ["step-0000001", "step-0000002"]
+
+
+def test_a_disk_that_refuses_is_a_clear_error(tmp_path):
+    """The error names the checkpoint; nothing is left behind and the one before still loads."""
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    save(store, 1)
+    blocked = CheckpointStore(tmp_path / "step-0000001" / META / "below-a-file", "run-1", keep=2)
+    with pytest.raises(CheckpointError, match=r"step-0000002: can't be written"):
+        save(blocked, 2)
+    assert_is_step(store.newest(), 1)
+
+
+def _save_for_ever(folder: str, first: int, reports: Connection) -> None:
+    store = CheckpointStore(Path(folder), "run-1", keep=1)
+    for step in itertools.count(first):
+        save(store, step)
+        # Half of the steps are saved again, so that replacement is under fire too.
+        if step % 2:
+            save(store, step)
+        reports.send(step)
+
+
+def test_kill_9_at_random_moments_leaves_the_newest_whole(tmp_path):
+    """A real process saves without pause and is killed: what it reported as saved, or something newer, loads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.unit.test_checkpoint"])
+    moments = random.Random(1)
+    store = CheckpointStore(tmp_path, "run-1", keep=1)
+    reported = 0
+    for _ in range(25):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_save_for_ever, args=(str(tmp_path), reported + 1, send))
+        process.start()
+        send.close()
+        assert receive.poll(60), "the saving process reports nothing"
+        process.join(timeout=moments.uniform(0, 0.03))  # The random moment; it never ends by itself.
+        process.kill()
+        process.join()
+        while True:
+            try:
+                reported = receive.recv()
+            except EOFError:
+                break
+        with capture_logs() as logs:
+            found = store.newest()
+        assert found is not None
+        assert found.step in (reported, reported + 1)
+        assert_is_step(found, found.step)
+        assert logs == []
+        reported = found.step
