@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from consumers.groups import Assembler, Group, Member
-from consumers.ledger import Ledger, Reason
+from consumers.ledger import Ledger, Reason, Resolution
 from echo import codec
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
 from echo.kafka import LogRecord
@@ -31,16 +31,6 @@ class DeadLetter(NamedTuple):
     record: LogRecord
     reason: Reason
     detail: str
-
-
-class Resolution(NamedTuple):
-    """What became of a record; `tokens`, `reward` and `staleness` where they are known."""
-
-    partition: int
-    offset: int
-    reason: Reason
-    tokens: int | None = None
-    reward: float | None = None
 
 
 class IntakeStats(NamedTuple):
@@ -71,7 +61,7 @@ class BufferTooSmallError(EchoError):
 
 
 class Intake:
-    """See the module. `clock` gives seconds; `ledger` may come from a checkpoint."""
+    """See the module. `clock` gives seconds; `ledger` may come from a checkpoint; `vocabulary` is the learner's size of it."""
 
     def __init__(
         self,
@@ -83,6 +73,7 @@ class Intake:
         group_deadline_s: float,
         ledger: Ledger,
         newest_version: int,
+        vocabulary: int,
         clock: Callable[[], float],
     ) -> None:
         self._run_id = run_id
@@ -91,6 +82,7 @@ class Intake:
         self._buffer_bytes = buffer_bytes
         self._ledger = ledger
         self._newest = newest_version
+        self._vocabulary = vocabulary
         self._clock = clock
         self._assembler = Assembler(deadline_s=group_deadline_s)
         self._ready: deque[Group] = deque()
@@ -251,6 +243,9 @@ class Intake:
     def _assemble(self, member: Member, header: codec.RecordHeader) -> None:
         if codec.header_of(member.trajectory) != header:
             raise CorruptRecordError("headers and value disagree")
+        highest = max(int(member.trajectory.prompt_ids.max()), int(member.trajectory.completion_ids.max()))
+        if highest >= self._vocabulary:
+            raise CorruptRecordError(f"token id {highest} is outside the learner's vocabulary of {self._vocabulary}")
         size = self._assembler.size_of(header.group_id)
         if size is not None and size != header.group_size:
             raise CorruptRecordError(f"group_size is {header.group_size}, but {size} in its siblings")

@@ -10,10 +10,9 @@ two that were read one after the other never shows up, and intervals may run acr
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-Interval = tuple[int, int]
-"""Half open: [first, last + 1)."""
+from echo.journal import Interval, intervals
 
 
 class Outcome(StrEnum):
@@ -160,3 +159,24 @@ class Ledger:
             },
             "resolved": {reason.value: n for reason, n in sorted(self.resolved.items())},
         }
+
+
+class Resolution(NamedTuple):
+    """What became of a record; `tokens` and `reward` where they are known."""
+
+    partition: int
+    offset: int
+    reason: Reason
+    tokens: int | None = None
+    reward: float | None = None
+
+
+def by_reason(resolutions: Iterable[Resolution]) -> dict[str, dict[str, list[Interval]]]:
+    """Resolutions as they stand in a line: reason -> partition -> intervals."""
+    offsets: dict[str, dict[str, list[int]]] = {}
+    for resolution in resolutions:
+        offsets.setdefault(resolution.reason.value, {}).setdefault(str(resolution.partition), []).append(resolution.offset)
+    return {
+        reason: {partition: intervals(found) for partition, found in partitions.items()}
+        for reason, partitions in offsets.items()
+    }

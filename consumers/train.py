@@ -10,20 +10,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from consumers.checkpoint import CheckpointStore
 from consumers.fleet_listener import FleetListener
 from consumers.groups import Group
-from consumers.intake import Intake, Resolution
-from consumers.journal import Journal, by_reason
+from consumers.intake import Intake
 from consumers.learner import Learner, StepStats
-from consumers.ledger import OUTCOME_OF, Reason
+from consumers.ledger import OUTCOME_OF, Reason, Resolution, by_reason
 from consumers.policy import PolicyPublisher
 from consumers.reader import TrajectoryReader
 from echo.config import RunConfig
+from echo.journal import Journal
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.staleness import staleness
@@ -34,12 +34,6 @@ log = structlog.get_logger("train")
 
 # How long one look at the buffer lasts: between looks, failures of the other threads and stop signals are noticed.
 _LOOK_S = 0.2
-
-
-class Child(Protocol):
-    """A process that the trainer depends on (the weight server). `poll` is None while it runs."""
-
-    def poll(self) -> int | None: ...
 
 
 class Trainer:
@@ -59,6 +53,7 @@ class Trainer:
         metrics: TrainerMetrics,
         stop: StopSignal,
         check_children: Callable[[], None] = lambda: None,
+        cluster_id: str,
         step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,6 +68,7 @@ class Trainer:
         self._metrics = metrics
         self._stop = stop
         self._check_children = check_children
+        self._cluster_id = cluster_id
         self._clock = clock
         self.step = step
         self._unjournaled: list[Resolution] = []
@@ -159,16 +155,8 @@ class Trainer:
                 self._unjournaled = []
             self._journal.sync()
             tensors, meta = self._learner.state()
-            self._checkpoints.save(
-                self.step,
-                tensors,
-                {
-                    "policy_version": self._publisher.newest,
-                    "learner": meta,
-                    "ledger": state,
-                    "groups_resolved": self._fleet.resolved(),
-                },
-            )
+            reader = {"cluster_id": self._cluster_id, "ledger": state, "groups_resolved": self._fleet.resolved()}
+            self._checkpoints.save(self.step, tensors, meta, policy_version=self._publisher.newest, reader=reader)
         self._checkpointed_step = self.step
         self._metrics.checkpoints.inc()
         log.info("checkpoint", step=self.step)
@@ -264,8 +252,8 @@ class Trainer:
             m.entropy.set(stats.entropy)
             m.clipped_ratio.set(stats.clipped_ratio)
             m.truncated_ratio.set(stats.truncated_ratio)
-            for ages, value in stats.mismatch_kl.items():
-                m.mismatch_kl.labels(run_id, ages).set(value)
+            for staleness_class, value in stats.mismatch_kl.items():
+                m.mismatch_kl.labels(run_id, staleness_class).set(value)
         trajectories = [member.trajectory for group in batch for member in group.members]
         ages = [staleness(newest, trajectory.min_policy_version) for trajectory in trajectories]
         for trajectory, age in zip(trajectories, ages, strict=True):

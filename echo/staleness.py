@@ -25,13 +25,14 @@ def may_sample(newest_announced: int, serving_version: int, max_staleness: int) 
     return not is_stale(newest_announced, serving_version, max_staleness)
 
 
-def total_window(max_staleness: int, groups_per_step: int) -> int:
-    """Groups that may be outstanding (published or running, not resolved) over all producers.
+def total_window(max_staleness: int, groups_per_step: int, publish_every: int = 1) -> int:
+    """Groups that may be outstanding (published or running, not resolved) over all producers: (S * kappa + 1) * groups_per_step.
 
-    Each step consumes `groups_per_step` groups, so the last of (S + 1) * groups_per_step groups begun under version v is
-    trained while the newest version is at most v + S.
+    Each step consumes `groups_per_step` groups and every `publish_every`-th (kappa) publishes a version. A group begun under
+    version v at the last moment before v + 1 still sees one step of v and kappa steps of each of the next S versions, so the last
+    of this many groups is trained while the newest version is at most v + S.
     """
-    return (max_staleness + 1) * groups_per_step
+    return (max_staleness * publish_every + 1) * groups_per_step
 
 
 def grant_windows(total: int, throughput: Mapping[str, float]) -> dict[str, int]:

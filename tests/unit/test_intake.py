@@ -61,6 +61,7 @@ def make_intake(clock: Clock | None = None, **overrides: object) -> Intake:
         "group_deadline_s": 10.0,
         "ledger": Ledger([0]),
         "newest_version": 0,
+        "vocabulary": 100,
         "clock": clock or Clock(),
     }
     return Intake(**(values | overrides))  # type: ignore[arg-type]
@@ -162,6 +163,12 @@ def test_headers_and_value_that_disagree_are_corrupt_and_the_group_is_given_up()
     (letter,) = intake.offer([lying])
     assert (letter.reason, letter.detail) == (Reason.CORRUPT, "headers and value disagree")
     assert reasons(intake) == {Reason.INCOMPLETE_GROUP: 1}
+
+
+def test_a_token_that_the_learner_does_not_know_is_corrupt() -> None:
+    log, intake = Log(), make_intake()
+    (letter,) = intake.offer([log.put(member(0, 0, completion_ids=[1, 100]))])
+    assert "token id 100 is outside the learner's vocabulary of 100" in letter.detail
 
 
 def test_siblings_that_disagree_about_the_group_size_are_corrupt() -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from consumers import journal
-from consumers.intake import Resolution
-from consumers.journal import Journal, by_reason
-from consumers.ledger import Reason
+from consumers.ledger import Reason, Resolution, by_reason
+from echo import journal
 from echo.errors import CheckpointError
+from echo.journal import Journal
 
 
 def test_resolutions_become_intervals_per_reason_and_partition() -> None:

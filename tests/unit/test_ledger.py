@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.journal import intervals
 from consumers.ledger import OUTCOME_OF, Ledger, Outcome, Reason
+from echo.journal import intervals
 
 reasons = st.sampled_from(list(Reason))
 

@@ -1,6 +1,6 @@
 """The staleness rule and the admission window hold for all numbers."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo.staleness import grant_windows, is_stale, may_sample, room, staleness, total_window
@@ -54,18 +54,26 @@ def test_room_never_lets_outstanding_exceed_the_window(window: int, started: int
     assert outstanding + free <= max(window, outstanding)
 
 
-@given(st.integers(0, 4), st.integers(1, 6), st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=200))
-def test_what_is_begun_inside_the_window_is_never_stale(bound: int, per_step: int, turns: list[tuple[int, bool]]) -> None:
-    """Producers and trainer in any order: begun with the newest version, resolved in order, one version per step."""
-    newest, started, resolved = 0, 0, 0
+@example(bound=0, per_step=1, kappa=1, turns=[False] * 9 + [True] * 9)
+@example(bound=2, per_step=3, kappa=2, turns=[False, True] * 4 + [False] * 99 + [True] * 99)
+@given(
+    bound=st.integers(0, 4),
+    per_step=st.integers(1, 6),
+    kappa=st.integers(1, 4),
+    turns=st.lists(st.booleans(), min_size=20, max_size=200),
+)
+def test_what_is_begun_inside_the_window_is_never_stale(bound: int, per_step: int, kappa: int, turns: list[bool]) -> None:
+    """Producers and trainer in any order: begun with the newest version, resolved in order, a version every kappa steps."""
+    newest, started, resolved, steps = 0, 0, 0, 0
     outstanding: list[int] = []
-    for _, train in turns:
+    for train in turns:
         if train and len(outstanding) >= per_step:
             batch, outstanding = outstanding[:per_step], outstanding[per_step:]
             assert not any(is_stale(newest, version, bound) for version in batch)
-            newest += 1
+            steps += 1
+            newest += steps % kappa == 0
             resolved += per_step
-        elif room(total_window(bound, per_step), started, resolved):
+        elif room(total_window(bound, per_step, kappa), started, resolved):
             outstanding.append(newest)
             started += 1
 

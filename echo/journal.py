@@ -11,15 +11,16 @@ log by anyone, and a step's batch can be found again.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from consumers.intake import Resolution
-from consumers.ledger import Interval
 from echo.errors import CheckpointError
 
 FILE_NAME = "journal.jsonl"
+
+Interval = tuple[int, int]
+"""Half open: [first, last + 1)."""
 
 
 def intervals(offsets: Iterable[int]) -> list[Interval]:
@@ -33,15 +34,10 @@ def intervals(offsets: Iterable[int]) -> list[Interval]:
     return found
 
 
-def by_reason(resolutions: Iterable[Resolution]) -> dict[str, dict[str, list[Interval]]]:
-    """Resolutions as they stand in a line: reason -> partition -> intervals."""
-    offsets: dict[str, dict[str, list[int]]] = {}
-    for resolution in resolutions:
-        offsets.setdefault(resolution.reason.value, {}).setdefault(str(resolution.partition), []).append(resolution.offset)
-    return {
-        reason: {partition: intervals(found) for partition, found in partitions.items()}
-        for reason, partitions in offsets.items()
-    }
+def covers(spans: Iterable[Sequence[int]]) -> Iterator[int]:
+    """The offsets that half-open intervals cover."""
+    for first, end in spans:
+        yield from range(first, end)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,84 @@
+"""`echo-train`: the trainer of a run.
+
+    echo-train run.yaml
+    echo-train run.yaml learner.lr=1e-5 checkpoint.resume=never
+    echo-train run.yaml --dry-run
+
+Refuses anything heavy before the command runs: `--help` answers at once. Exit status: 0 when the run ended or a stop was asked
+for (SIGINT or SIGTERM; a second one ends at once with 130 or 143), 2 where the run file or an argument is wrong, 1 for every
+other failure, with one line that says what.
+"""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN_FILE", help="The run file, the same as the producers'.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over the run file's, by dotted key.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and exit.")] = False,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
+) -> None:
+    """Consume trajectories, update the policy, publish and announce each new version."""
+    from echo.config import dump, load
+    from echo.errors import ConfigError, EchoError
+
+    try:
+        run = load(run_file, overrides or ())
+        if dry_run:
+            typer.echo(dump(run), nl=False)
+            return
+        _train(run, log_json=log_json)
+    except ConfigError as error:
+        _fail(str(error), status=2)
+    except EchoError as error:
+        _fail(str(error), status=1)
+
+
+def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
+    import structlog
+    from prometheus_client import CollectorRegistry
+
+    from echo.errors import ConfigError
+    from echo.metrics import MetricsServer, TrainerMetrics
+    from echo.process import StopSignal, configure_logging
+
+    configure_logging(json=log_json)
+    # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
+    stop = StopSignal().install()
+    metrics = TrainerMetrics(run.run_id, CollectorRegistry())
+    try:
+        server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.train_port)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics.train_port: {run.metrics.host}:{run.metrics.train_port} can't be listened on "
+            f"({error.strerror or error}); 0 takes a free port"
+        ) from None
+    try:
+        structlog.get_logger("train").info("metrics are served", url=server.url)
+        from consumers.wiring import trainer_of
+
+        with trainer_of(run, metrics=metrics, stop=stop) as trainer:
+            trainer.run()
+    finally:
+        server.close()
+
+
+def _fail(message: str, *, status: int) -> NoReturn:
+    typer.echo(f"echo-train: error: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

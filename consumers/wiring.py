@@ -1,0 +1,168 @@
+"""The real collaborators of the trainer's loop, from a run file: broker, topics, checkpoint, learner, weight server.
+
+Refuses to start on a broker that does not answer or topics that do not fit, and to go on from a checkpoint of another run or
+another cluster.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+from echo.weights.spawn import WeightServerProcess
+
+from consumers.checkpoint import CheckpointStore, Loaded
+from consumers.fleet import Fleet
+from consumers.fleet_listener import FleetListener
+from consumers.intake import Intake
+from consumers.learner import Learner
+from consumers.ledger import Ledger
+from consumers.policy import ControlWriter, PolicyPublisher, newest_announced
+from consumers.reader import TrajectoryReader
+from consumers.train import Trainer
+from echo import dead_letter
+from echo.config import RunConfig
+from echo.errors import CheckpointError, WeightsError
+from echo.journal import Journal
+from echo.kafka import KafkaLogProducer, KafkaLogReader, TransactionalProducer
+from echo.metrics import TrainerMetrics
+from echo.preflight import check_cluster
+from echo.process import StopSignal
+from echo.staleness import total_window
+from echo.weights.store import WeightStore
+
+log = structlog.get_logger("train")
+
+_DEAD_LETTER_QUEUE_BYTES = 64 * 2**20
+
+
+@contextmanager
+def trainer_of(run: RunConfig, *, metrics: TrainerMetrics, stop: StopSignal) -> Iterator[Trainer]:
+    """Open everything that the run file names; close it in reverse. Raises EchoError."""
+    client_id = f"echo-train-{run.run_id}"
+    spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
+    names, settings = spec.names, run.broker.settings
+    checkpoints = CheckpointStore(run.checkpoint.dir, run.run_id, run.checkpoint.keep)
+    loaded = checkpoints.newest() if run.checkpoint.resume == "auto" else None
+    if loaded is not None:
+        _refuse_other_cluster(loaded, actual.cluster_id)
+        log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)
+    learner = Learner(run)
+    if loaded is not None:
+        learner.load_state(loaded.tensors, loaded.meta)
+    with ExitStack() as opened:
+        server_url, check_children = _weight_server(run, opened)
+        open_reader = partial(KafkaLogReader, settings, max_record_bytes=run.limits.record_bytes)
+        # From here on an older trainer of this run is fenced, so what it announced can be read to the end.
+        writer = ControlWriter(TransactionalProducer(settings, transactional_id=run.run_id, client_id=client_id), names.control)
+        opened.callback(writer.close)
+        newest = _read_newest(run, open_reader(client_id=client_id), names.control)
+        reader_state: dict[str, Any] = loaded.reader if loaded is not None else {}
+        partitions = actual.topics[names.trajectories].partitions
+        intake = Intake(
+            run_id=run.run_id,
+            max_staleness=run.max_staleness,
+            groups_per_step=run.batch.groups_per_step,
+            buffer_bytes=run.batch.buffer_bytes,
+            group_deadline_s=run.batch.group_deadline_s,
+            ledger=Ledger(range(partitions), reader_state.get("ledger")),
+            newest_version=newest,
+            vocabulary=learner.vocabulary,
+            clock=time.monotonic,
+        )
+        publisher = PolicyPublisher(
+            run_id=run.run_id,
+            store=WeightStore(run.weights.dir),
+            writer=writer,
+            server_url=server_url,
+            chunk_bytes=run.weights.chunk_bytes,
+            keep=run.versions_kept,
+            newest=newest,
+        )
+        dead_letters = KafkaLogProducer(
+            settings,
+            client_id=client_id,
+            max_record_bytes=run.limits.record_bytes + dead_letter.OVERHEAD_BYTES,
+            queue_bytes=_DEAD_LETTER_QUEUE_BYTES,
+        )
+        opened.callback(dead_letters.close)
+        reader = TrajectoryReader(
+            intake=intake,
+            reader=open_reader(client_id=client_id),
+            producer=dead_letters,
+            topic=names.trajectories,
+            partitions=partitions,
+            # A partition that the checkpoint does not know is new: it is read from its beginning.
+            frontiers=intake.frontiers() if loaded is not None else {},
+            dead_letter_topic=names.dead_letter,
+        )
+        opened.callback(reader.close)
+        trainer_step = loaded.step if loaded is not None else 0
+        fleet = FleetListener(
+            fleet=Fleet(
+                run_id=run.run_id,
+                total_window=total_window(run.max_staleness, run.batch.groups_per_step, run.learner.publish_every),
+                dead_after_s=run.batch.producer_dead_s,
+                clock=time.monotonic,
+                resolved=reader_state.get("groups_resolved"),
+            ),
+            reader=open_reader(client_id=client_id),
+            topic=names.heartbeats,
+            send_progress=lambda grants: publisher.progress(step=trainer.step, grants=grants),
+        )
+        opened.callback(fleet.close)
+        journal = Journal(run.checkpoint.dir, through_step=loaded.step if loaded is not None else None)
+        opened.callback(journal.close)
+        trainer = Trainer(
+            run,
+            learner=learner,
+            intake=intake,
+            reader=reader,
+            fleet=fleet,
+            publisher=publisher,
+            checkpoints=checkpoints,
+            journal=journal,
+            metrics=metrics,
+            stop=stop,
+            check_children=check_children,
+            cluster_id=actual.cluster_id,
+            step=trainer_step,
+        )
+        yield trainer
+
+
+def _refuse_other_cluster(loaded: Loaded, cluster_id: str) -> None:
+    known = loaded.reader.get("cluster_id")
+    if known != cluster_id:
+        raise CheckpointError(
+            f"{loaded.path}: its offsets are of cluster {known}, this is cluster {cluster_id}. Point broker.settings at the "
+            "former cluster, or start a new run (another run_id and checkpoint.dir) with model.path on the trained weights"
+        )
+
+
+def _weight_server(run: RunConfig, opened: ExitStack) -> tuple[str, Callable[[], None]]:
+    """Where producers reach the weights, and a check that our own server, if it is ours, still lives."""
+    if not run.weights.serve:
+        return run.weights_url, lambda: None
+    log_path = run.weights.dir.parent / f"{run.weights.dir.name}-server.log"
+    server = WeightServerProcess.start(run, log_path)
+    opened.callback(server.stop)
+    log.info("weight server ready", url=server.url, log=str(log_path))
+
+    def check() -> None:
+        status = server.poll()
+        if status is not None:
+            raise WeightsError(f"the weight server ended with status {status}: see {log_path}")
+
+    return run.weights.url or server.url, check
+
+
+def _read_newest(run: RunConfig, reader: KafkaLogReader, topic: str) -> int:
+    try:
+        return newest_announced(
+            reader, topic=topic, run_id=run.run_id, waiting_s=run.limits.waiting_s, deadline_s=run.broker.timeout_s * 4
+        )
+    finally:
+        reader.close()
