@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import random
+import signal
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -186,22 +188,62 @@ def _save_for_ever(folder: str, first: int, reports: Connection) -> None:
     store = CheckpointStore(Path(folder), "run-1", keep=1)
     for step in itertools.count(first):
         save(store, step)
-        # Half of the steps are saved again, so that replacement is under fire too.
-        if step % 2:
-            save(store, step)
         reports.send(step)
 
 
-def test_kill_9_at_random_moments_leaves_the_newest_whole(tmp_path):
-    """A real process saves without pause and is killed: what it reported as saved, or something newer, loads."""
+def _save_and_die(folder: str, step: int, operation: int) -> None:
+    """Save, but be killed just before the `operation`-th change to the file system."""
+    seen = itertools.count()
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and next(seen) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store = CheckpointStore(Path(folder), "run-1", keep=1)
+    sys.addaudithook(hook)
+    save(store, step)
+
+
+@pytest.fixture(scope="module")
+def fork() -> multiprocessing.context.ForkServerContext:
+    """Starts real processes that have the imports behind them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.unit.test_checkpoint"])
+    return context
+
+
+@pytest.mark.parametrize("step", [4, 5, 6], ids=["starting over", "replacing a step", "a new step"])
+def test_kill_9_before_every_operation_of_a_save(fork, tmp_path, step):
+    """Wherever a save is cut off, the checkpoint before it or the new one loads, without a warning."""
+    for operation in itertools.count():
+        folder = tmp_path / str(operation)
+        store = CheckpointStore(folder, "run-1", keep=1)
+        save(store, 5)
+        process = fork.Process(target=_save_and_die, args=(str(folder), step, operation))
+        process.start()
+        process.join(60)
+        with capture_logs() as logs:
+            found = store.newest()
+        assert found is not None
+        assert_is_step(found, found.step)
+        assert found.step in (5, step)
+        assert logs == []
+        save(store, 7)
+        assert names(folder) == sorted([found.path.name, "step-0000007"])  # Nothing half-done stays behind.
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert operation > 8
+
+
+def test_kill_9_at_random_moments_leaves_the_newest_whole(fork, tmp_path):
+    """A real process saves without pause and is killed: what it reported as saved, or the one after it, loads."""
     moments = random.Random(1)
     store = CheckpointStore(tmp_path, "run-1", keep=1)
     reported = 0
-    for _ in range(25):
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_save_for_ever, args=(str(tmp_path), reported + 1, send))
+    for _ in range(20):
+        receive, send = fork.Pipe(duplex=False)
+        process = fork.Process(target=_save_for_ever, args=(str(tmp_path), reported + 1, send))
         process.start()
         send.close()
         assert receive.poll(60), "the saving process reports nothing"
