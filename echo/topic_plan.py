@@ -207,7 +207,7 @@ def _same(key: str, reported: str, wanted: str) -> bool:
 def check(spec: Spec, actual: Actual) -> list[Finding]:
     """Every promise of `spec`, kept or not, in the order of the file. An error wherever `plan` finds a difference."""
     difference = plan(spec, actual)
-    wrong = {(c.topic, "exists"): f"does not exist; to be created with {c.partitions} partitions" for c in difference.creates}
+    wrong = {(c.topic, "exists"): "does not exist; to be created" for c in difference.creates}
     wrong |= {(i.topic, "partitions"): f"{i.before}, promised {i.after}" for i in difference.partition_increases}
     wrong |= {(c.topic, c.key): f"{c.before}, promised {c.after}" for c in difference.setting_changes}
     for refusal in difference.not_done:
@@ -284,7 +284,7 @@ def format_plan(difference: Plan) -> str:
     """A plan for people, one line per item and its count at the end."""
     lines: list[str] = []
     for create in difference.creates:
-        lines.append(f"+ {create.topic}: create, {create.partitions} partitions, replication {create.replication_factor}")
+        lines.append(f"+ {create.topic}: create, partitions {create.partitions}, replication {create.replication_factor}")
         lines.extend(f"    {key} = {value}" for key, value in create.config.items())
     for increase in difference.partition_increases:
         lines.append(
