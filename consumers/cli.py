@@ -48,8 +48,9 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
 
     from echo.errors import ConfigError
     from echo.metrics import MetricsServer, TrainerMetrics
-    from echo.process import StopSignal, configure_logging
+    from echo.process import StopSignal, configure_logging, end_with_asking_parent
 
+    end_with_asking_parent()
     configure_logging(json=log_json)
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()

@@ -40,14 +40,22 @@ def covers(spans: Iterable[Sequence[int]]) -> Iterator[int]:
         yield from range(first, end)
 
 
+def parse(line: str | bytes) -> dict[str, Any]:
+    """One line. Raises ValueError where it is none."""
+    found = json.loads(line)
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise ValueError("a line is an object with a step")
+    return found
+
+
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a journal. Raises CheckpointError for a line that is not JSON; a last line without its end is left out."""
+    """The lines of a journal. Raises CheckpointError for a line that is none; a last line without its end is left out."""
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 return
             try:
-                yield json.loads(line)
+                yield parse(line)
             except ValueError as error:
                 raise CheckpointError(f"{path}:{number}: not a line of a journal: {error}") from None
 

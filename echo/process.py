@@ -6,9 +6,12 @@ Refuses to decide what a stop means for a loop: it sets an event, the loop drain
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 import structlog
@@ -79,3 +82,74 @@ def die_with_parent(parent: int) -> None:
     if os.getppid() != parent:
         # The parent was gone before the request took effect.
         os._exit(1)
+
+
+PARENT_VARIABLE = "ECHO_PARENT_PID"
+
+
+def end_with_asking_parent() -> None:
+    """In a process that `Child` started: get a SIGTERM, a planned stop, when the starter ends in any way."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if parent.isdigit():
+        die_with_parent(int(parent))
+
+
+class Child:
+    """A child process in a session of its own, so that a Ctrl-C in the terminal reaches only the parent, which stops its
+    children in order. Its output goes to `log_path`.
+
+    Start it from a thread that lives as long as the process: the kernel counts the thread as the parent.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str]) -> None:
+        self.name = name
+        self.log_path = log_path
+        with log_path.open("wb") as out:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**env, PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status (negative: the signal that ended it); None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit status; None where it still runs after the timeout."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def terminate(self) -> None:
+        """Ask for a planned stop."""
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        if self.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def log_tail(self, lines: int = 15) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def stop_children(children: Sequence[Child], *, timeout_s: float) -> list[Child]:
+    """Ask all for a planned stop, wait, and kill those that did not make it: they are returned."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + timeout_s
+    late = [child for child in children if child.wait(max(0.0, deadline - time.monotonic())) is None]
+    for child in late:
+        child.kill()
+    return late

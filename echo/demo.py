@@ -1,0 +1,237 @@
+"""The whole of Echo on one machine: broker, topics, weight server, two producers and a trainer, each a process of its own.
+
+Refuses to be another code path: it writes a run file and starts the same commands that anybody would start with it. What it
+reports is counted from the log (`report`). It leaves no process behind, however it ends.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+import yaml
+
+from echo import config, journal, report, topics
+from echo.broker import plan_broker, start_broker
+from echo.config import RunConfig
+from echo.demo_view import View
+from echo.errors import ConfigError, EchoError
+from echo.kafka import KafkaLogAdmin, KafkaLogReader
+from echo.process import Child, StopSignal, stop_children
+from echo.weights.spawn import WeightServerProcess
+
+log = structlog.get_logger("demo")
+
+# One thread for each process: more of them on two cores only wait for each other.
+_CHILD_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+_TICK_S = 0.5
+_STOP_S = 20.0
+_READ_BACK_S = 60.0
+
+
+class DemoError(EchoError):
+    """A process of the demo failed; the message holds the end of its log."""
+
+
+class Outcome(NamedTuple):
+    """How the demo ended. `summary` is None where a stop was asked for before the run's end."""
+
+    out: Path
+    summary: dict[str, Any] | None
+
+
+def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConfig:
+    """The demo's run file, `out/run.yaml`. Raises ConfigError where `out` holds an earlier run, or for a wrong override."""
+    path = out / "run.yaml"
+    if path.exists():
+        raise ConfigError(f"{out} holds a run already: choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    template = yaml.safe_load(resources.files("echo.cli").joinpath("demo_run.yaml").read_text())
+    train_port, weights_port = _free_ports(2)
+    template |= {"run_id": f"demo-{seed}-{secrets.token_hex(3)}", "seed": seed}
+    template["model"] = {"path": "model"}
+    template["metrics"] = {"train_port": train_port, "produce_port": 0}
+    template["weights"] = {"port": weights_port, "serve": False}
+    template["producer"]["seed"] = seed
+    template["task"]["seed"] = seed
+    path.write_text(yaml.safe_dump(template, sort_keys=False))
+    run = config.load(path, overrides)
+    config.save(run, path)
+    return run
+
+
+def run_demo(
+    *,
+    out: Path,
+    seed: int,
+    overrides: Sequence[str],
+    apache_home: Path | None,
+    nodes: int,
+    producers: int,
+    stop: StopSignal,
+    say: Callable[[str], None],
+    draw: Callable[[View], None],
+) -> Outcome:
+    """Run the demo to its end, or until a stop is asked for.
+
+    say: a line for people. draw: called about twice a second with fresh numbers. Raises EchoError.
+    """
+    began = time.monotonic()
+    run = write_run_file(out, seed=seed, overrides=overrides)
+    logs = out / "logs"
+    logs.mkdir()
+    with ExitStack() as opened:
+        run = _with_broker(run, out, apache_home, nodes, opened, say)
+        config.save(run, out / "run.yaml")
+        children: list[Child] = []
+        opened.callback(lambda: stop_children(children, timeout_s=_STOP_S))
+        env = {**os.environ, **_CHILD_ENV}
+        start = partial(_start, children=children, logs=logs, env=env)
+        say("making a tiny policy: random weights, then a short supervised warm-up (see logs/model.log)")
+        maker = start(
+            "model", "-m", "producers.tiny_policy", str(out / "run.yaml"), "--out", run.model.path, "--seed", str(seed)
+        )
+        spec = _make_topics(run)
+        server = WeightServerProcess.start(run, logs / "weights.log")
+        opened.callback(server.stop)
+        if not _wait(maker, stop):
+            return Outcome(out, None)
+        say("starting the trainer and the producers")
+        run_file = str(out / "run.yaml")
+        trainer = start("train", "-m", "consumers.cli", run_file)
+        ports = _free_ports(producers)
+        workers = [
+            start(f"produce-{n}", "-m", "producers.cli", run_file, f"metrics.produce_port={port}", "--id", f"p{n}")
+            for n, port in enumerate(ports)
+        ]
+        with _view(run, ports) as view:
+            while trainer.poll() is None and not stop.is_set():
+                view.refresh()
+                draw(view)
+                _check(workers)
+                if server.poll() is not None:
+                    raise DemoError(f"the weight server ended with status {server.poll()}: see {logs / 'weights.log'}")
+                stop.event.wait(_TICK_S)
+            if stop.is_set():
+                return Outcome(out, None)
+            view.refresh()
+            draw(view)
+        _check([trainer])
+        for worker in workers:
+            if not _wait(worker, stop):
+                return Outcome(out, None)
+        say("the run is over; counting every record of it in the log")
+        summary = _report(run, spec, out, seconds=lambda: time.monotonic() - began)
+    return Outcome(out, summary)
+
+
+def _with_broker(
+    run: RunConfig, out: Path, apache_home: Path | None, nodes: int, opened: ExitStack, say: Callable[[str], None]
+) -> RunConfig:
+    """The run, pointed at the broker of its file or at one that was started for it."""
+    plan = plan_broker(run.broker.settings, apache_home=apache_home or run.broker.apache_home, environ=os.environ)
+    say(plan.describe())
+    if plan.kind == "external":
+        return run
+    broker = opened.enter_context(start_broker(plan, data_dir=out / "broker", nodes=nodes))
+    settings = {**run.broker.settings, "bootstrap.servers": broker.bootstrap_servers}
+    return run.model_copy(update={"broker": run.broker.model_copy(update={"settings": settings})})
+
+
+def _make_topics(run: RunConfig) -> topics.Spec:
+    """Plan and apply topics.yaml, as `echo-topics apply` does."""
+    spec = topics.of_run(run)
+    admin = KafkaLogAdmin(run.broker.settings, client_id="echo-demo")
+    difference = topics.plan(spec, topics.read_actual(admin, spec.names, run.broker.timeout_s))
+    topics.apply(difference, admin, run.broker.timeout_s)
+    return spec
+
+
+def _report(run: RunConfig, spec: topics.Spec, out: Path, *, seconds: Callable[[], float]) -> dict[str, Any]:
+    names = spec.names
+    admin = KafkaLogAdmin(run.broker.settings, client_id="echo-demo")
+    lines = list(journal.read(run.checkpoint.dir / journal.FILE_NAME))
+
+    @contextmanager
+    def records(topic: str) -> Iterator[Iterator[Any]]:
+        reader = KafkaLogReader(run.broker.settings, client_id="echo-demo", max_record_bytes=run.limits.record_bytes)
+        try:
+            partitions = admin.partitions(topic, run.broker.timeout_s)
+            yield report.read_topic(reader, topic, partitions, deadline_s=_READ_BACK_S)
+        finally:
+            reader.close()
+
+    with records(names.trajectories) as trajectories, records(names.dead_letter) as dead_letters:
+        counts = report.count(run.run_id, trajectories, dead_letters, report.fates(lines))
+    with records(names.control) as messages:
+        versions = report.count_announcements(run.run_id, messages)
+    with records(names.heartbeats) as heartbeats:
+        pulls = sum(beat.pulls for beat in report.last_heartbeats(run.run_id, heartbeats).values())
+    summary = report.summary(
+        lines=lines,
+        counts=counts,
+        staleness_bound=run.max_staleness,
+        policy_versions=versions,
+        pulls=pulls,
+        seconds=seconds(),
+    )
+    report.plot(lines, staleness_bound=run.max_staleness, title=f"{run.run_id}: reward and staleness", path=out / "reward.png")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _start(name: str, *arguments: str, children: list[Child], logs: Path, env: Mapping[str, str]) -> Child:
+    child = Child(name, [sys.executable, *arguments], log_path=logs / f"{name}.log", env=env)
+    children.append(child)
+    return child
+
+
+def _wait(child: Child, stop: StopSignal) -> bool:
+    """Wait for a child to end well; False where a stop was asked for first."""
+    while child.wait(_TICK_S) is None:
+        if stop.is_set():
+            return False
+    _check([child])
+    return not stop.is_set()
+
+
+def _check(children: Sequence[Child]) -> None:
+    for child in children:
+        status = child.poll()
+        if status:
+            raise DemoError(f"{child.name} ended with status {status}; the end of {child.log_path}:\n{child.log_tail()}")
+
+
+@contextmanager
+def _view(run: RunConfig, ports: Sequence[int]) -> Iterator[View]:
+    host = run.metrics.host
+    view = View(
+        journal_path=run.checkpoint.dir / journal.FILE_NAME,
+        steps=run.learner.steps,
+        staleness_bound=run.max_staleness,
+        urls=[f"http://{host}:{port}/metrics" for port in (run.metrics.train_port, *ports)],
+    )
+    try:
+        yield view
+    finally:
+        view.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
