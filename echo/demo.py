@@ -138,10 +138,8 @@ def _with_broker(
     run: RunConfig, out: Path, apache_home: Path | None, nodes: int, opened: ExitStack, say: Callable[[str], None]
 ) -> RunConfig:
     """The run, pointed at the broker of its file or at one that was started for it."""
-    plan = plan_broker(run.broker.settings, apache_home=apache_home or run.broker.apache_home, environ=os.environ)
+    plan = plan_broker(run.broker, apache_home=apache_home)
     say(plan.describe())
-    if plan.kind == "external":
-        return run
     broker = opened.enter_context(start_broker(plan, data_dir=out / "broker", nodes=nodes))
     settings = {**run.broker.settings, "bootstrap.servers": broker.bootstrap_servers}
     return run.model_copy(update={"broker": run.broker.model_copy(update={"settings": settings})})
