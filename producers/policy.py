@@ -7,15 +7,15 @@ engine says. Never pulls a backlog of versions one by one, and never acts on a m
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
 from echo import control
 from echo.control import Announcement, EndOfRun, Grant
-from echo.errors import BrokerError, ControlError, WeightsError
+from echo.errors import BrokerError, ControlError, PullCancelled, WeightsError
 from echo.log import BEGINNING, LogReader, LogRecord
 from echo.metrics import ProducerMetrics
 from echo.staleness import is_stale
@@ -174,7 +174,16 @@ class Pulled(Protocol):
 class PullClient(Protocol):
     """Verified pulls, as `echo.weights.client.WeightClient` does them."""
 
-    def pull(self, manifest_urls: Any, **options: Any) -> Pulled: ...
+    def pull(
+        self,
+        manifest_urls: Sequence[str],
+        *,
+        run_id: str,
+        version: int,
+        manifest_digest: str,
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+    ) -> Pulled: ...
 
 
 class PolicyPuller:
@@ -274,18 +283,17 @@ class PolicyPuller:
                 deadline_s=self._deadline_s,
                 cancelled=lambda: self._is_cancelled(version),
             )
+        except PullCancelled:
+            with self._changed:
+                self._finish_next = True
+            self._count("superseded")
+            return
         except WeightsError as error:
             with self._changed:
-                if self._closed:
-                    return
-                if self._is_cancelled(version):
-                    self._finish_next = True
-                    self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, "superseded").inc()
-                    return
                 self._fail(f"version {version} could not be pulled: {error}")
                 self._wait_to_retry(version)
             return
-        self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, "ok").inc()
+        self._count("ok")
         self._metrics.pull_seconds.observe(pulled.seconds)
         self._metrics.pull_bytes.inc(pulled.received_bytes)
         with self._changed:
@@ -310,9 +318,12 @@ class PolicyPuller:
         self._failures_in_row += 1
         self.failed_pulls += 1
         self.last_error = error
-        self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, "failed").inc()
+        self._count("failed")
         log.warning("no new policy, the old one serves on", error=error)
         self._changed.notify_all()
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.pulls.labels(self._metrics.run_id, self._metrics.producer_id, outcome).inc()
 
     def _wait_to_retry(self, version: int) -> None:
         """Wait with the lock held by the caller. A library's retry can't be ended by an announcement, this one is."""

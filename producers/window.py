@@ -13,11 +13,12 @@ UNTIL_GRANTED = Grant(window=1, resolved=0)
 class Window:
     """Counts the groups that this incarnation began, against what the trainer granted.
 
-    max_staleness: S of the run. Not thread safe: it belongs to the loop.
+    max_staleness: S of the run. publish_every: its learner steps per version (kappa). Not thread safe: it belongs to the loop.
     """
 
-    def __init__(self, max_staleness: int) -> None:
+    def __init__(self, max_staleness: int, publish_every: int = 1) -> None:
         self._max_staleness = max_staleness
+        self._publish_every = publish_every
         self._grant = UNTIL_GRANTED
         self.started = 0
 
@@ -48,12 +49,12 @@ class Window:
     def room(self, newest_announced: int, serving: int) -> int:
         """Groups that may begin now: none where they would be stale at birth, or nothing is served yet.
 
-        A group is trained after what is outstanding before it, about one version later per (S + 1)-th of the window. One
-        begun `behind` versions late has so many versions less to wait, so that part of the window is left empty.
+        A group is trained after what is outstanding before it. One that begins `behind` versions late has so many versions
+        less until it is stale, so its window is that of a run with S - behind.
         """
         if serving < 0 or not staleness.may_sample(newest_announced, serving, self._max_staleness):
             return 0
         behind = staleness.staleness(newest_announced, serving)
-        versions = self._max_staleness + 1
-        window = max(1, self._grant.window * (versions - behind) // versions)
-        return staleness.room(window, self.started, self._grant.resolved)
+        left = staleness.total_window(self._max_staleness - behind, 1, self._publish_every)
+        whole = staleness.total_window(self._max_staleness, 1, self._publish_every)
+        return staleness.room(max(1, self._grant.window * left // whole), self.started, self._grant.resolved)

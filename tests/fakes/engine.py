@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from echo.errors import EngineError, WeightsError
+from echo.errors import EngineError, PullCancelled, WeightsError
 from echo.trajectory import Sampling
 from echo.weights.manifest import HostTensor
 from producers.engines.base import Completion, Policy, TakePolicy
@@ -147,7 +147,7 @@ class FakeWeights:
             while version in self._held:
                 if cancelled():
                     self.cancelled.append(version)
-                    raise WeightsError(f"pull of version {version} was cancelled")
+                    raise PullCancelled(f"pull of version {version} was cancelled")
                 self._changed.wait(0.01)
         if version in self.fails:
             raise WeightsError(f"{manifest_urls[0]}: no answer", retriable=True)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.control import Grant
+from echo.staleness import total_window
 from producers.window import Window
 
 
@@ -69,17 +70,18 @@ def test_staleness_0_makes_progress_exactly_at_the_newest_version() -> None:
 @given(
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 5),
+    publish_every=st.integers(1, 3),
     calls=st.integers(1, 6),
-    events=st.lists(st.sampled_from(["sample", "train", "pull", "give_up"]), max_size=200),
+    events=st.lists(st.sampled_from(["sample", "train", "pull", "give_up"]), min_size=40, max_size=200),
 )
 def test_one_producer_with_the_whole_window_never_samples_what_becomes_stale(
-    max_staleness: int, groups_per_step: int, calls: int, events: list[str]
+    max_staleness: int, groups_per_step: int, publish_every: int, calls: int, events: list[str]
 ) -> None:
-    """Any interleaving of sampling, training (in order, a version per step) and late pulls: nothing trained is stale."""
-    total = (max_staleness + 1) * groups_per_step
-    window = Window(max_staleness)
+    """Any interleaving of sampling, training (in order, a version every few steps) and late pulls: nothing trained is stale."""
+    total = total_window(max_staleness, groups_per_step, publish_every)
+    window = Window(max_staleness, publish_every)
     window.granted(Grant(window=total, resolved=0))
-    announced = serving = resolved = 0
+    announced = serving = resolved = steps = 0
     queue: list[int] = []
     for event in events:
         room = window.room(announced, serving)
@@ -96,7 +98,8 @@ def test_one_producer_with_the_whole_window_never_samples_what_becomes_stale(
             batch, queue = queue[:groups_per_step], queue[groups_per_step:]
             assert all(announced - version <= max_staleness for version in batch)
             resolved += groups_per_step
-            announced += 1
+            steps += 1
+            announced = steps // publish_every
             window.granted(Grant(window=total, resolved=resolved))
         assert window.outstanding == len(queue) <= total
         if serving == announced and len(queue) < total:

@@ -1,0 +1,91 @@
+"""The real collaborators of the producer's loop, from a run file: broker, topics, weights, engine, tokenizer, task, scorer.
+
+Refuses to start on a broker that does not answer or topics that do not fit: it says so and ends, and creates no topic.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import cast
+
+from echo.weights.client import WeightClient
+
+from echo.config import RunConfig
+from echo.errors import ConfigError
+from echo.kafka import KafkaLogProducer, KafkaLogReader
+from echo.metrics import ProducerMetrics
+from echo.preflight import check_cluster
+from producers.engines.registry import make_engine
+from producers.produce import Collaborators, ProduceLoop, Stop, Tokenizer
+from producers.tasks.registry import make_task
+from producers.tasks.scoring import ScorerPool
+
+# Scoring is far cheaper than sampling; a second worker goes on while a first one runs into its time limit.
+_SCORERS = 2
+
+
+def produce(run: RunConfig, producer_id: str, *, metrics: ProducerMetrics, stop: Stop, metrics_url: str = "") -> str:
+    """Be one producer of the run, to its end or to a stop; says which. Raises EchoError."""
+    with collaborators(run, producer_id, stop=stop) as made:
+        loop = ProduceLoop(run, producer_id, made, metrics=metrics, stop=stop, metrics_url=metrics_url)
+        return loop.run()
+
+
+@contextmanager
+def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[Collaborators]:
+    """Open everything that the run file names, cheapest and likeliest to be wrong first; close it in reverse.
+
+    Raises ConfigError, BrokerError, TopicError, TaskError, EngineError.
+    """
+    client_id = f"echo-produce-{run.run_id}-{producer_id}"
+    with ExitStack() as opened:
+        task = make_task(run.task)
+        # Before any Kafka client: none of them survives a fork.
+        scorer = ScorerPool(task, workers=_SCORERS, timeout_s=run.task.scorer_timeout_s, memory_mib=run.task.scorer_memory_mib)
+        opened.callback(scorer.close)
+        tokenizer = load_tokenizer(run.model.path)
+        spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
+        engine = make_engine(run)
+        opened.callback(engine.close)
+        settings = run.broker.settings
+        producer = KafkaLogProducer(
+            settings,
+            client_id=client_id,
+            max_record_bytes=run.limits.record_bytes,
+            # The publisher keeps the bound; the client's own must not be met before it.
+            queue_bytes=2 * max(run.producer.queue_bytes, run.limits.record_bytes),
+            cluster_id=actual.cluster_id,
+        )
+        opened.callback(producer.close)
+        weights = WeightClient(
+            token=run.weights.token,
+            connect_timeout_s=run.weights.connect_timeout_s,
+            read_timeout_s=run.weights.read_timeout_s,
+        )
+        yield Collaborators(
+            topics=spec.names,
+            producer=producer,
+            open_reader=partial(
+                KafkaLogReader,
+                settings,
+                client_id=client_id,
+                max_record_bytes=run.limits.record_bytes,
+                cluster_id=actual.cluster_id,
+            ),
+            weights=weights,
+            engine=engine,
+            tokenizer=tokenizer,
+            task=task,
+            scorer=scorer,
+        )
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The model's tokenizer. Raises ConfigError where the folder or hub id has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return cast("Tokenizer", AutoTokenizer.from_pretrained(path))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"model.path: {path} gives no tokenizer: {text[:300]}") from error
