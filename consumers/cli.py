@@ -64,9 +64,9 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
         ) from None
     try:
         structlog.get_logger("train").info("metrics are served", url=server.url)
-        from consumers.wiring import trainer_of
+        from consumers.wiring import kafka_clients, trainer_of
 
-        with trainer_of(run, metrics=metrics, stop=stop) as trainer:
+        with trainer_of(run, kafka_clients(run, stop=stop), metrics=metrics, stop=stop) as trainer:
             trainer.run()
     finally:
         server.close()

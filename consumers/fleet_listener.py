@@ -14,7 +14,7 @@ from consumers.fleet import Fleet, ProducerStatus
 from echo import control
 from echo.control import Grant
 from echo.errors import ControlError, EchoError
-from echo.kafka import BEGINNING, LogReader
+from echo.log import BEGINNING, LogReader
 
 log = structlog.get_logger("fleet")
 
@@ -59,7 +59,8 @@ class FleetListener:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=30)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=30)
         self._reader.close()
 
     def alive(self) -> list[ProducerStatus]:

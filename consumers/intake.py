@@ -17,7 +17,7 @@ from consumers.groups import Assembler, Group, Member
 from consumers.ledger import Ledger, Reason, Resolution
 from echo import codec
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
-from echo.kafka import LogRecord
+from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
 from echo.trajectory import incarnation_of
 

@@ -7,33 +7,25 @@ a second trainer of the same run fences this one, which then stops with `FencedE
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import structlog
 
 from echo import control
 from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress
 from echo.errors import ControlError, EchoError
-from echo.kafka import BEGINNING, LogReader
+from echo.log import BEGINNING, LogReader, LogTransactions
 from echo.waiting import Watch
 from echo.weights.manifest import HostTensor
 from echo.weights.store import WeightStore
+from echo.weights.urls import manifest_url
 
 log = structlog.get_logger("policy")
-
-
-class ControlSender(Protocol):
-    """Commits messages to a topic, all or none (`echo.kafka.TransactionalProducer`)."""
-
-    def send(self, topic: str, messages: list[tuple[bytes, bytes]]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class ControlWriter:
     """The control topic's only writer of this run. Thread safe: the trainer announces, the fleet thread sends progress."""
 
-    def __init__(self, sender: ControlSender, topic: str) -> None:
+    def __init__(self, sender: LogTransactions, topic: str) -> None:
         self._sender = sender
         self._topic = topic
         self._lock = threading.Lock()
@@ -64,7 +56,7 @@ class PolicyPublisher:
         self._run_id = run_id
         self._store = store
         self._writer = writer
-        self._server_url = server_url.rstrip("/")
+        self._server_url = server_url
         self._chunk_bytes = chunk_bytes
         self._keep = keep
         self.newest = newest
@@ -86,7 +78,7 @@ class PolicyPublisher:
             run_id=self._run_id,
             version=version,
             step=step,
-            manifest_urls=(f"{self._server_url}/v1/runs/{self._run_id}/manifests/{version}",),
+            manifest_urls=(manifest_url(self._server_url, self._run_id, version),),
             manifest_digest=published.digest,
             nbytes=published.manifest.nbytes,
             grants=dict(grants()),

@@ -12,7 +12,7 @@ import structlog
 from consumers.intake import DeadLetter, Intake
 from echo import dead_letter
 from echo.errors import EchoError
-from echo.kafka import BEGINNING, LogProducer, LogReader
+from echo.log import BEGINNING, LogProducer, LogReader
 
 log = structlog.get_logger("reader")
 
@@ -68,7 +68,8 @@ class TrajectoryReader:
     def close(self) -> None:
         """Stop polling and wait for outstanding dead letters."""
         self._stop.set()
-        self._thread.join(timeout=30)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=30)
         self._producer.flush(10.0)
         self._reader.close()
 

@@ -5,13 +5,12 @@ another cluster.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
-from echo.weights.spawn import WeightServerProcess
 
 from consumers.checkpoint import CheckpointStore, Loaded
 from consumers.fleet import Fleet
@@ -27,47 +26,82 @@ from echo.config import RunConfig
 from echo.errors import CheckpointError, WeightsError
 from echo.journal import Journal
 from echo.kafka import KafkaLogProducer, KafkaLogReader, TransactionalProducer
+from echo.log import LogProducer, LogReader, LogTransactions
 from echo.metrics import TrainerMetrics
 from echo.preflight import check_cluster
 from echo.process import StopSignal
 from echo.staleness import total_window
+from echo.topic_spec import TopicNames
+from echo.weights.spawn import WeightServerProcess
 from echo.weights.store import WeightStore
 
 log = structlog.get_logger("train")
 
 _DEAD_LETTER_QUEUE_BYTES = 64 * 2**20
+# The control topic is small where it is compacted; where it is not, a long run leaves some ten thousand messages.
+_READ_CONTROL_S = 120.0
+
+
+class Clients(NamedTuple):
+    """How to open the log, and what the cluster is: Kafka in a real run, a fake in tests."""
+
+    cluster_id: str
+    topics: TopicNames
+    partitions: int
+    """Of the trajectories topic."""
+    open_reader: Callable[[], LogReader]
+    open_dead_letters: Callable[[], LogProducer]
+    open_control: Callable[[], LogTransactions]
+    """Its transactional id is the run id, so that opening it fences an older trainer of the run."""
+
+
+def kafka_clients(run: RunConfig, *, stop: StopSignal) -> Clients:
+    """Check the cluster and its topics, and say how to open them. Raises ConfigError, BrokerError, TopicError."""
+    client_id = f"echo-train-{run.run_id}"
+    spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
+    common: dict[str, Any] = {"settings": run.broker.settings, "client_id": client_id}
+    return Clients(
+        cluster_id=actual.cluster_id,
+        topics=spec.names,
+        partitions=actual.topics[spec.names.trajectories].partitions,
+        open_reader=partial(KafkaLogReader, **common, max_record_bytes=run.limits.record_bytes, cluster_id=actual.cluster_id),
+        open_dead_letters=partial(
+            KafkaLogProducer,
+            **common,
+            max_record_bytes=run.limits.record_bytes + dead_letter.OVERHEAD_BYTES,
+            queue_bytes=_DEAD_LETTER_QUEUE_BYTES,
+            cluster_id=actual.cluster_id,
+        ),
+        open_control=partial(TransactionalProducer, **common, transactional_id=run.run_id),
+    )
 
 
 @contextmanager
-def trainer_of(run: RunConfig, *, metrics: TrainerMetrics, stop: StopSignal) -> Iterator[Trainer]:
+def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, stop: StopSignal) -> Iterator[Trainer]:
     """Open everything that the run file names; close it in reverse. Raises EchoError."""
-    client_id = f"echo-train-{run.run_id}"
-    spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
-    names, settings = spec.names, run.broker.settings
+    names = clients.topics
     checkpoints = CheckpointStore(run.checkpoint.dir, run.run_id, run.checkpoint.keep)
     loaded = checkpoints.newest() if run.checkpoint.resume == "auto" else None
-    if loaded is not None:
-        _refuse_other_cluster(loaded, actual.cluster_id)
-        log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)
+    restored: Mapping[str, Any] = {}
     learner = Learner(run)
     if loaded is not None:
+        _refuse_other_cluster(loaded, clients.cluster_id)
+        log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)
         learner.load_state(loaded.tensors, loaded.meta)
+        restored = loaded.reader
     with ExitStack() as opened:
         server_url, check_children = _weight_server(run, opened)
-        open_reader = partial(KafkaLogReader, settings, max_record_bytes=run.limits.record_bytes)
         # From here on an older trainer of this run is fenced, so what it announced can be read to the end.
-        writer = ControlWriter(TransactionalProducer(settings, transactional_id=run.run_id, client_id=client_id), names.control)
+        writer = ControlWriter(clients.open_control(), names.control)
         opened.callback(writer.close)
-        newest = _read_newest(run, open_reader(client_id=client_id), names.control)
-        reader_state: dict[str, Any] = loaded.reader if loaded is not None else {}
-        partitions = actual.topics[names.trajectories].partitions
+        newest = _newest_announced(run, clients)
         intake = Intake(
             run_id=run.run_id,
             max_staleness=run.max_staleness,
             groups_per_step=run.batch.groups_per_step,
             buffer_bytes=run.batch.buffer_bytes,
             group_deadline_s=run.batch.group_deadline_s,
-            ledger=Ledger(range(partitions), reader_state.get("ledger")),
+            ledger=Ledger(range(clients.partitions), restored.get("ledger")),
             newest_version=newest,
             vocabulary=learner.vocabulary,
             clock=time.monotonic,
@@ -81,34 +115,27 @@ def trainer_of(run: RunConfig, *, metrics: TrainerMetrics, stop: StopSignal) -> 
             keep=run.versions_kept,
             newest=newest,
         )
-        dead_letters = KafkaLogProducer(
-            settings,
-            client_id=client_id,
-            max_record_bytes=run.limits.record_bytes + dead_letter.OVERHEAD_BYTES,
-            queue_bytes=_DEAD_LETTER_QUEUE_BYTES,
-        )
+        dead_letters = clients.open_dead_letters()
         opened.callback(dead_letters.close)
         reader = TrajectoryReader(
             intake=intake,
-            reader=open_reader(client_id=client_id),
+            reader=clients.open_reader(),
             producer=dead_letters,
             topic=names.trajectories,
-            partitions=partitions,
-            # A partition that the checkpoint does not know is new: it is read from its beginning.
+            partitions=clients.partitions,
             frontiers=intake.frontiers() if loaded is not None else {},
             dead_letter_topic=names.dead_letter,
         )
         opened.callback(reader.close)
-        trainer_step = loaded.step if loaded is not None else 0
         fleet = FleetListener(
             fleet=Fleet(
                 run_id=run.run_id,
                 total_window=total_window(run.max_staleness, run.batch.groups_per_step, run.learner.publish_every),
                 dead_after_s=run.batch.producer_dead_s,
                 clock=time.monotonic,
-                resolved=reader_state.get("groups_resolved"),
+                resolved=restored.get("groups_resolved"),
             ),
-            reader=open_reader(client_id=client_id),
+            reader=clients.open_reader(),
             topic=names.heartbeats,
             send_progress=lambda grants: publisher.progress(step=trainer.step, grants=grants),
         )
@@ -127,8 +154,8 @@ def trainer_of(run: RunConfig, *, metrics: TrainerMetrics, stop: StopSignal) -> 
             metrics=metrics,
             stop=stop,
             check_children=check_children,
-            cluster_id=actual.cluster_id,
-            step=trainer_step,
+            cluster_id=clients.cluster_id,
+            step=loaded.step if loaded is not None else 0,
         )
         yield trainer
 
@@ -159,10 +186,15 @@ def _weight_server(run: RunConfig, opened: ExitStack) -> tuple[str, Callable[[],
     return run.weights.url or server.url, check
 
 
-def _read_newest(run: RunConfig, reader: KafkaLogReader, topic: str) -> int:
+def _newest_announced(run: RunConfig, clients: Clients) -> int:
+    reader = clients.open_reader()
     try:
         return newest_announced(
-            reader, topic=topic, run_id=run.run_id, waiting_s=run.limits.waiting_s, deadline_s=run.broker.timeout_s * 4
+            reader,
+            topic=clients.topics.control,
+            run_id=run.run_id,
+            waiting_s=run.limits.waiting_s,
+            deadline_s=_READ_CONTROL_S,
         )
     finally:
         reader.close()

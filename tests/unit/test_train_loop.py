@@ -1,0 +1,249 @@
+"""The trainer's loop on a log in memory, with a real learner: what is trained, checkpointed, announced, and said."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from consumers.train import Trainer
+from consumers.wiring import Clients, trainer_of
+from echo import codec, control, journal, report
+from echo.config import RunConfig
+from echo.control import Announcement, EndOfRun, Progress
+from echo.errors import CheckpointError, FencedError
+from echo.metrics import TrainerMetrics
+from echo.process import StopSignal
+from echo.topic_spec import TopicNames
+from tests.fakes.log import FakeLog, FakeProducer, FakeReader, FakeTransactions
+from tests.helpers import RUN_ID, make_group
+from tests.unit.test_learner import make_model
+
+NAMES = TopicNames.with_prefix("")
+GROUP = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Cluster:
+    """A log in memory with Echo's topics, and the clients that open it."""
+
+    def __init__(self, partitions: int = 2) -> None:
+        self.log = FakeLog(markers=True)
+        self.log.create_topic(NAMES.trajectories, partitions)
+        for name in (NAMES.control, NAMES.heartbeats, NAMES.dead_letter):
+            self.log.create_topic(name)
+        self.clients = Clients(
+            cluster_id=self.log.cluster_id,
+            topics=NAMES,
+            partitions=partitions,
+            open_reader=lambda: FakeReader(self.log),
+            open_dead_letters=lambda: FakeProducer(self.log),
+            open_control=lambda: FakeTransactions(self.log, transactional_id=RUN_ID),
+        )
+
+    def sample(self, numbers: range, version: int = 0) -> None:
+        """What producers would publish: one group per number."""
+        with self.log.changed:
+            for number in numbers:
+                for member in make_group(GROUP, number=number, policy_version=version).members:
+                    key, headers, value = codec.encode(member.trajectory)
+                    self.log.append(NAMES.trajectories, key, value, headers)
+
+    def messages(self) -> list[control.ControlMessage]:
+        return [control.decode_control(record.value, record.where) for record in self.log.records(NAMES.control)]
+
+    def counts(self, run: RunConfig) -> report.Counts:
+        lines = journal.read(run.checkpoint.dir / journal.FILE_NAME)
+        return report.count(
+            RUN_ID,
+            self.log.records(NAMES.trajectories),
+            self.log.records(NAMES.dead_letter),
+            report.fates(lines),
+        )
+
+
+def make_run(model: str, folder: Path, *, steps: int, **sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "model": {"path": model},
+        "max_staleness": 8,
+        "batch": {"groups_per_step": 2},
+        "learner": {"steps": steps, "lr": 1e-3, "threads": 1},
+        "checkpoint": {"dir": folder / "checkpoints", "every": 2},
+        "weights": {"dir": folder / "weights", "serve": False, "url": "http://127.0.0.1:1"},
+        "limits": {"waiting_s": 0.01},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return RunConfig.model_validate(values)
+
+
+def train(run: RunConfig, cluster: Cluster, stop: StopSignal | None = None) -> Trainer:
+    metrics = TrainerMetrics(RUN_ID, CollectorRegistry())
+    with trainer_of(run, cluster.clients, metrics=metrics, stop=stop or StopSignal()) as trainer:
+        trainer.run()
+    return trainer
+
+
+def test_a_run_trains_announces_and_ends(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.sample(range(7))
+    run = make_run(model_path, tmp_path, steps=3)
+    train(run, cluster)
+    announced = [message for message in cluster.messages() if isinstance(message, Announcement)]
+    assert [(message.version, message.step) for message in announced] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert isinstance(cluster.messages()[-1], EndOfRun)
+    counts = cluster.counts(run)
+    assert (counts.produced, counts.trained, counts.pending) == (7 * GROUP, 6 * GROUP, GROUP)
+    assert counts.staleness_max == 2
+
+
+def test_a_resumed_run_trains_the_rest_and_nothing_twice(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.sample(range(5))
+    train(make_run(model_path, tmp_path, steps=2), cluster)
+    cluster.sample(range(5, 8))
+    run = make_run(model_path, tmp_path, steps=4)
+    train(run, cluster)
+    counts = cluster.counts(run)
+    assert (counts.produced, counts.trained, counts.pending) == (8 * GROUP, 8 * GROUP, 0)
+    lines = [line for line in journal.read(run.checkpoint.dir / journal.FILE_NAME) if "batch" in line]
+    trained = [group[0] for line in lines for group in line["batch"]]
+    assert len(trained) == len(set(trained)) == 8
+    versions = [message.version for message in cluster.messages() if isinstance(message, Announcement)]
+    # 0, 1, 2 of the first life; the restored policy is published anew as 3.
+    assert versions == [0, 1, 2, 3, 4, 5]
+
+
+def test_steps_after_the_checkpoint_are_done_again_after_a_crash(model_path: str, tmp_path: Path) -> None:
+    """Step 3 was journaled and announced but not checkpointed: its records are trained again, once, in the new lineage."""
+    cluster = Cluster()
+    cluster.sample(range(8))
+    run = make_run(model_path, tmp_path, steps=3, checkpoint={"every": 2})
+    with trainer_of(run, cluster.clients, metrics=TrainerMetrics(RUN_ID, CollectorRegistry()), stop=StopSignal()) as trainer:
+        trainer._checkpoint, kept = lambda: kept() if trainer.step == 2 else None, trainer._checkpoint  # type: ignore[method-assign]
+        trainer.run()
+    assert cluster.counts(run).trained == 6 * GROUP
+    run = make_run(model_path, tmp_path, steps=4)
+    train(run, cluster)
+    assert cluster.counts(run) == report.Counts(8 * GROUP, 8 * GROUP, {}, 0, 0, 5)
+
+
+def test_a_second_trainer_fences_the_first(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.sample(range(4))
+    first = make_run(model_path, tmp_path / "a", steps=2)
+    with trainer_of(first, cluster.clients, metrics=TrainerMetrics(RUN_ID, CollectorRegistry()), stop=StopSignal()) as trainer:
+        train(make_run(model_path, tmp_path / "b", steps=1), cluster)
+        with pytest.raises(FencedError):
+            trainer.run()
+
+
+def test_a_planned_stop_checkpoints_and_leaves_the_run_open(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    stop = StopSignal()
+    stop.request()
+    trainer = train(make_run(model_path, tmp_path, steps=3), cluster, stop)
+    assert trainer.step == 0
+    assert not any(isinstance(message, EndOfRun) for message in cluster.messages())
+    assert (tmp_path / "checkpoints" / "step-0000000").is_dir()
+
+
+def test_a_record_that_can_not_be_read_goes_to_the_dead_letters_and_training_goes_on(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    with cluster.log.changed:
+        cluster.log.append(NAMES.trajectories, b"k", b"\x80\x04not a record", [("schema", b"1.0"), ("run", RUN_ID.encode())])
+    cluster.sample(range(2))
+    run = make_run(model_path, tmp_path, steps=1)
+    train(run, cluster)
+    counts = cluster.counts(run)
+    assert (counts.produced, counts.trained, counts.dead_lettered) == (2 * GROUP + 1, 2 * GROUP, 1)
+    (letter,) = cluster.log.records(NAMES.dead_letter)
+    assert letter.value == b"\x80\x04not a record"
+
+
+def test_a_checkpoint_of_another_cluster_is_refused(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.sample(range(2))
+    run = make_run(model_path, tmp_path, steps=1)
+    train(run, cluster)
+    other = Cluster()
+    other.clients = other.clients._replace(cluster_id="another")
+    with pytest.raises(CheckpointError, match="another"):
+        train(run, other)
+
+
+def test_a_starving_trainer_says_what_it_waits_for(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.sample(range(1))
+    stop = StopSignal()
+    run = make_run(model_path, tmp_path, steps=1)
+    with (
+        capture_logs() as said,
+        trainer_of(run, cluster.clients, metrics=TrainerMetrics(RUN_ID, CollectorRegistry()), stop=stop) as trainer,
+    ):
+
+        def stop_once_said() -> None:
+            if any("1 of 2 groups are ready; of 4 records read" in entry["event"] for entry in said):
+                stop.request()
+
+        trainer._check_children = stop_once_said
+        trainer.run()
+    (first, *_) = [entry["event"] for entry in said if entry["event"].startswith("waiting for a batch")]
+    assert "newest announced 0; no producer is alive" in first
+
+
+def test_progress_tells_a_new_producer_its_window(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    heartbeat = control.Heartbeat(
+        run_id=RUN_ID,
+        producer_id="p",
+        incarnation="p.1",
+        sequence=0,
+        state="waiting",
+        serving=0,
+        announced=0,
+        groups_started=0,
+        groups_published=0,
+        trajectories=0,
+        tokens=0,
+        pulls=0,
+        failed_pulls=0,
+        created=1.0,
+    )
+    stop = StopSignal()
+    run = make_run(model_path, tmp_path, steps=1)
+    with trainer_of(run, cluster.clients, metrics=TrainerMetrics(RUN_ID, CollectorRegistry()), stop=stop) as trainer:
+        sequence = 0
+
+        def beat() -> None:
+            nonlocal sequence
+            sequence += 1
+            message = control.encode(msgspec.structs.replace(heartbeat, sequence=sequence))
+            with cluster.log.changed:
+                cluster.log.append(NAMES.heartbeats, b"p", message, [])
+            if any(isinstance(m, Progress) and "p.1" in m.grants for m in cluster.messages()):
+                stop.request()
+
+        trainer._check_children = beat
+        trainer.run()
+    granted = [m.grants["p.1"] for m in cluster.messages() if isinstance(m, Progress)]
+    assert granted[0].window == (8 + 1) * 2
