@@ -64,6 +64,7 @@ class KafkaLogReader:
         self._consumer = build(Consumer, conf)
         self._lock = threading.Lock()
         self._assigned: set[Partition] = set()
+        self._paused: set[Partition] = set()
         self._ends: set[Partition] = set()
         self._positions: dict[Partition, int] = {}
         self._beyond_since: dict[Partition, float] = {}
@@ -75,11 +76,14 @@ class KafkaLogReader:
             for (topic, number), offset in positions.items()
         ]
         try:
+            # The client would carry a pause over into the new assignment.
+            self._consumer.resume([TopicPartition(*partition) for partition in self._paused])
             self._consumer.assign(wanted)
         except KafkaException as error:
             raise wrap_error(error.args[0], f"assigning {sorted(positions)}") from None
         with self._lock:
             self._assigned = set(positions)
+            self._paused = set()
             self._ends = set()
             self._positions = {partition: offset for partition, offset in positions.items() if offset >= 0}
             self._beyond_since = {}
@@ -110,10 +114,14 @@ class KafkaLogReader:
         return records
 
     def pause(self, partitions: Iterable[Partition]) -> None:
-        self._consumer.pause([TopicPartition(topic, number) for topic, number in partitions])
+        named = set(partitions)
+        self._paused |= named
+        self._consumer.pause([TopicPartition(*partition) for partition in named])
 
     def resume(self, partitions: Iterable[Partition]) -> None:
-        self._consumer.resume([TopicPartition(topic, number) for topic, number in partitions])
+        named = set(partitions)
+        self._paused -= named
+        self._consumer.resume([TopicPartition(*partition) for partition in named])
 
     def at_end(self) -> bool:
         with self._lock:
