@@ -89,6 +89,8 @@ def decode(raw: bytes, *, where: str, run_id: str | None = None, expected_digest
         raise ManifestError(f"{where}: belongs to run {manifest.run_id!r}, not {run_id!r}")
     for tensor in manifest.tensors:
         _check_tensor(tensor, where)
+    if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
+        raise ManifestError(f"{where}: names a tensor twice")
     return manifest
 
 
