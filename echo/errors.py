@@ -11,7 +11,8 @@
     │   └── FencedError      another trainer of the same run has taken over
     ├── WeightsError         weights could not be stored or pulled; `retriable` as above
     │   ├── ManifestError    a manifest is missing, foreign, or does not match its digest
-    │   └── ChunkError       a chunk is missing or does not match its digest
+    │   ├── ChunkError       a chunk is missing or does not match its digest
+    │   └── PullCancelled    the caller gave up a pull: a newer version was announced, or it stops
     ├── EngineError          an inference engine failed
     ├── TaskError            a task can't be built or scored
     └── CheckpointError      a checkpoint is incomplete, damaged, or belongs to another run
@@ -76,6 +77,10 @@ class ManifestError(WeightsError):
 
 class ChunkError(WeightsError):
     """A chunk is missing or does not match its digest."""
+
+
+class PullCancelled(WeightsError):
+    """The caller gave up a pull."""
 
 
 class EngineError(EchoError):

@@ -1,0 +1,203 @@
+"""How a puller talks to weight servers: keep-alive connections that can be given up at once, and bounded retries.
+
+Refuses redirects, proxies and cookies: the token goes to the servers that were named and nowhere else. Built on
+http.client, because its `readinto` fills the tensors' own memory: half the CPU time of httpx for the same bytes.
+"""
+
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import structlog
+import tenacity
+from pydantic import SecretStr
+
+from echo.errors import WeightsError
+
+log = structlog.get_logger("weights.client")
+
+T = TypeVar("T")
+
+_RETRIABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class Abort:
+    """Ends every wait of a pull at once, from another thread: sleepers wake, blocked sockets are shut down."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+
+    def set(self) -> None:
+        self._event.set()
+        with self._lock:
+            for one in self._sockets:
+                _shut_down(one)
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def sleep(self, seconds: float) -> None:
+        self._event.wait(seconds)
+
+    def watch(self, one: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(one)
+            if self._event.is_set():
+                _shut_down(one)
+
+    def forget(self, one: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(one)
+
+
+def _shut_down(one: socket.socket) -> None:
+    try:
+        # Not the method: that of a TLS socket takes away the session under the reader's hands.
+        socket.socket.shutdown(one, socket.SHUT_RDWR)
+    except OSError:
+        # Never connected, or closed by the other side already.
+        return
+
+
+class Session:
+    """The connections of one worker, one for each server. Not to be shared between threads."""
+
+    def __init__(self, *, token: SecretStr | None, connect_timeout_s: float, read_timeout_s: float, abort: Abort) -> None:
+        self._token = token
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._abort = abort
+        self._connections: dict[str, http.client.HTTPConnection] = {}
+        # Beside the connection, which forgets its socket when the server closes after the answer.
+        self._sockets: dict[str, socket.socket] = {}
+
+    @contextmanager
+    def get(
+        self, url: str, error: type[WeightsError], *, headers: Mapping[str, str] | None = None, allowed: Sequence[int] = (200,)
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Ask for `url`; the body is read within the context. The connection is kept where the whole body was read.
+
+        Raises `error`, naming the URL, for another status than `allowed`, and for what goes wrong within the context.
+        """
+        parts = urlsplit(url)
+        server = f"{parts.scheme}://{parts.netloc}"
+        sent = {"Accept-Encoding": "identity", "User-Agent": "echo-weights", **(headers or {})}
+        if self._token is not None:
+            sent["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        keep = False
+        response: http.client.HTTPResponse | None = None
+        try:
+            connection = self._connections.get(server) or self._connect(server, parts)
+            connection.request("GET", parts.path, headers=sent)
+            response = connection.getresponse()
+            if response.status not in allowed:
+                raise self._refusal(url, response, error)
+            yield response
+            keep = response.length == 0 and not response.will_close
+        except (OSError, http.client.HTTPException) as problem:
+            raise error(f"{url}: {type(problem).__name__}: {problem}".rstrip(": "), retriable=True) from problem
+        finally:
+            if response is not None:
+                response.close()
+            if not keep:
+                self._drop(server)
+
+    def close(self) -> None:
+        for server in list(self._connections):
+            self._drop(server)
+
+    def _connect(self, server: str, parts: SplitResult) -> http.client.HTTPConnection:
+        host = parts.hostname or ""
+        connection: http.client.HTTPConnection
+        if parts.scheme == "https":
+            connection = http.client.HTTPSConnection(
+                host, parts.port, timeout=self._connect_timeout_s, context=ssl.create_default_context()
+            )
+        else:
+            connection = http.client.HTTPConnection(host, parts.port, timeout=self._connect_timeout_s)
+        self._connections[server] = connection
+        connection.connect()
+        connection.sock.settimeout(self._read_timeout_s)
+        self._sockets[server] = connection.sock
+        self._abort.watch(connection.sock)
+        return connection
+
+    def _drop(self, server: str) -> None:
+        if (one := self._sockets.pop(server, None)) is not None:
+            self._abort.forget(one)
+        if (connection := self._connections.pop(server, None)) is not None:
+            connection.close()
+
+    def _refusal(self, url: str, response: http.client.HTTPResponse, error: type[WeightsError]) -> WeightsError:
+        status = f"{response.status} {response.reason}"
+        if response.status in (401, 403):
+            what = "refuses the token" if self._token is not None else "asks for a token"
+            return error(f"{url}: {status}: the server {what}; weights.token must be the same on both sides")
+        if response.status == 404:
+            return error(f"{url}: {status}: the server does not have it (any more)")
+        if 300 <= response.status < 400:
+            return error(f"{url}: {status}: redirects are not followed, the token would travel along: announce the final URL")
+        return error(f"{url}: {status}", retriable=response.status in _RETRIABLE_STATUS)
+
+
+class Retries:
+    """Bounded attempts with exponential waits and jitter, over the sources of one thing. Counts over all threads."""
+
+    def __init__(self, *, attempts: int, first_s: float, longest_s: float, abort: Abort) -> None:
+        self._attempts = attempts
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._abort = abort
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def run(self, urls: Sequence[str], fetch: Callable[[str], T]) -> T:
+        """Try the URLs in turn, `attempts` times in all, and each at least once where an error is not retriable.
+
+        Raises the last WeightsError.
+        """
+
+        def again(state: tenacity.RetryCallState) -> bool:
+            problem = state.outcome.exception() if state.outcome is not None else None
+            if not isinstance(problem, WeightsError) or self._abort.is_set():
+                return False
+            return problem.retriable or state.attempt_number < len(urls)
+
+        tries = tenacity.Retrying(
+            retry=again,
+            stop=tenacity.stop_after_attempt(max(self._attempts, 1)),
+            wait=tenacity.wait_exponential(multiplier=self._first_s, max=self._longest_s)
+            + tenacity.wait_random(0, self._first_s),
+            # tenacity and not stamina, because this sleep ends when the pull is given up.
+            sleep=self._abort.sleep,
+            before_sleep=self._note,
+            reraise=True,
+        )
+        number = 0
+        try:
+            for attempt in tries:
+                number = attempt.retry_state.attempt_number
+                with attempt:
+                    return fetch(urls[(number - 1) % len(urls)])
+        except WeightsError as problem:
+            if number == 1:
+                raise
+            raise type(problem)(f"{problem} (attempt {number} of {self._attempts})", retriable=problem.retriable) from problem
+        raise AssertionError("tenacity returns or raises")
+
+    def _note(self, state: tenacity.RetryCallState) -> None:
+        with self._lock:
+            self.count += 1
+        log.warning(
+            "trying again",
+            error=str(state.outcome.exception() if state.outcome is not None else ""),
+            attempt=state.attempt_number,
+            wait_s=round(state.upcoming_sleep, 3),
+        )
