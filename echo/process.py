@@ -101,7 +101,9 @@ class Child:
     Start it from a thread that lives as long as the process: the kernel counts the thread as the parent.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.log_path = log_path
         with log_path.open("wb") as out:
@@ -112,6 +114,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**env, PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     @property
