@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from echo.broker.plan import BrokerPlan, java_environment
-from echo.broker.process import HOST, GuardedProcess, PortTaken, free_ports, taken, wait_ready
+from echo.broker.process import HOST, GuardedProcess, PortTaken, free_ports, last_lines, taken, wait_ready
 from echo.broker.running import RunningBroker
 from echo.errors import BrokerError
 
@@ -252,8 +252,7 @@ class _Folder:
                 run.communicate()
                 raise BrokerError(f"formatting {self._node(number)} took longer than {_FORMAT_S:g} s") from None
             if run.returncode != 0:
-                said = " | ".join(output.strip().splitlines()[-3:])
-                raise BrokerError(f"{self._node(number)} can't be formatted (status {run.returncode}): {said}")
+                raise BrokerError(f"{self._node(number)} can't be formatted (status {run.returncode}): {last_lines(output)}")
 
     def launch(self, number: int) -> GuardedProcess:
         program = [

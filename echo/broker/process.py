@@ -108,9 +108,13 @@ class GuardedProcess:
 
     def last_words(self) -> str:
         """The last lines of its log and where the rest is, for an error message."""
-        lines = [line.strip() for line in self.output().splitlines() if line.strip()]
-        said = " | ".join(lines[-3:]) if lines else "it said nothing"
-        return f"{said} (log: {self.log})"
+        return f"{last_lines(self.output())} (log: {self.log})"
+
+
+def last_lines(output: str, count: int = 3) -> str:
+    """The last lines that tell something, in one line: stack frames don't."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.strip().startswith("at ")]
+    return " | ".join(lines[-count:]) if lines else "it said nothing"
 
 
 def free_ports(count: int, wanted: Sequence[int] = ()) -> list[int]:
