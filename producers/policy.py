@@ -25,7 +25,7 @@ from producers.engines.base import Policy
 
 log = structlog.get_logger("policy")
 
-_READ_S = 0.5
+_READ_S = 0.2
 _CLOSE_S = 5.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 

@@ -116,7 +116,7 @@ class ProduceLoop:
         self._clock = clock
         self._window = Window(run.max_staleness, run.learner.publish_every)
         self._prompts = iter(collaborators.task.prompts(mix_seed(run.task.seed, self.incarnation)))
-        self._state = "starting"
+        self.state = "starting"
         self._serving = -1
         self._taken: Policy | None = None
         self._began = 0.0
@@ -402,7 +402,7 @@ class ProduceLoop:
             producer_id=self._producer_id,
             incarnation=self.incarnation,
             sequence=sequence,
-            state="leaving" if leaving else self._state,
+            state="leaving" if leaving else self.state,
             serving=self._engine.policy_version,
             announced=announced.version if announced is not None else -1,
             groups_started=self._window.started,
@@ -419,8 +419,8 @@ class ProduceLoop:
         )
 
     def _say(self, state: str) -> None:
-        if state != self._state:
-            self._state = state
+        if state != self.state:
+            self.state = state
             self._heartbeat.changed()
 
     @contextmanager
@@ -434,7 +434,7 @@ class ProduceLoop:
 
     def _save_what_was_sent(self) -> None:
         """After a failure: what was handed over before it still counts, if the broker takes it."""
-        self._state = "failed"
+        self.state = "failed"
         try:
             self._publisher.flush(self._run.producer.flush_timeout_s)
         except BrokerError as error:

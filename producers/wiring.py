@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
 
-from echo.weights.client import WeightClient
-
 from echo.config import RunConfig
 from echo.errors import ConfigError
 from echo.kafka import KafkaLogProducer, KafkaLogReader
 from echo.metrics import ProducerMetrics
 from echo.preflight import check_cluster
+from echo.weights.client import WeightClient
 from producers.engines.registry import make_engine
 from producers.produce import Collaborators, ProduceLoop, Stop, Tokenizer
 from producers.tasks.registry import make_task
@@ -47,6 +46,8 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[C
         spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
         engine = make_engine(run)
         opened.callback(engine.close)
+        # They started while the engine was built.
+        scorer.wait_ready()
         settings = run.broker.settings
         producer = KafkaLogProducer(
             settings,
