@@ -13,7 +13,7 @@ A dead letter's value and key are the original ones, and its headers are the ori
 from typing import NamedTuple
 
 from echo.errors import RecordError
-from echo.kafka import LogRecord
+from echo.log import LogRecord
 
 _REASON, _DETAIL, _ORIGIN, _NULL = "echo.reason", "echo.detail", "echo.origin", "echo.null"
 _MAX_REASON_BYTES = 64

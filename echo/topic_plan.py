@@ -245,31 +245,31 @@ def preflight(spec: Spec, actual: Actual, limits: LimitsConfig) -> list[Finding]
                 "taken away: delete this topic yourself when nothing uses it, or take another topics.prefix"
             )
             findings.append(Finding(name, "partitions", "error", message))
-        policy = policy_problem(role, reported_value(found, "cleanup.policy"))
+        policy = policy_problem(role, _reported(found, "cleanup.policy"))
         if policy:
             findings.append(Finding(name, "cleanup.policy", "error", policy))
         needed = {"trajectories": limits.record_bytes, "dead_letter": limits.record_bytes + OVERHEAD_BYTES}.get(role, 0)
-        taken = reported_value(found, "max.message.bytes")
+        taken = _reported(found, "max.message.bytes")
         if taken is not None and int(taken) < needed:
             message = (
                 f"max.message.bytes is {taken}, and limits.record_bytes {limits.record_bytes} needs {needed}: raise the one in "
                 f"{spec.source}, or lower the other in the run file"
             )
             findings.append(Finding(name, "max.message.bytes", "error", message))
-        insync = reported_value(found, "min.insync.replicas")
+        insync = _reported(found, "min.insync.replicas")
         if insync is not None and int(insync) > found.replication:
             message = (
                 f"min.insync.replicas {insync} is above the replication factor {found.replication}: nothing can be written"
             )
             findings.append(Finding(name, "min.insync.replicas", "error", message))
-        kept_ms = reported_value(found, "retention.ms")
+        kept_ms = _reported(found, "retention.ms")
         if role in ("trajectories", "requests") and kept_ms is not None and 0 <= int(kept_ms) < SHORT_RETENTION_MS:
             message = f"retention.ms is {kept_ms}: what nobody has read after {int(kept_ms) / 1000:g} s is lost"
             findings.append(Finding(name, "retention.ms", "warning", message))
     return findings
 
 
-def reported_value(found: ActualTopic, key: str) -> str | None:
+def _reported(found: ActualTopic, key: str) -> str | None:
     """A setting in canonical form; None where the broker does not report one that we can read."""
     reported = found.settings.get(key)
     if reported is None or reported.value is None:
@@ -278,6 +278,24 @@ def reported_value(found: ActualTopic, key: str) -> str | None:
         return canonical(key, reported.value)
     except ValueError:
         return None
+
+
+def undone(difference: Plan, actual: Actual) -> list[str]:
+    """What a plan wanted to change and `actual` does not show. A setting that isn't reported can't be waited for."""
+    waiting = []
+    counts = [(c.topic, c.partitions) for c in difference.creates] + [
+        (i.topic, i.after) for i in difference.partition_increases
+    ]
+    for name, wanted in counts:
+        partitions = actual.topics[name].partitions if name in actual.topics else 0
+        if partitions != wanted:
+            waiting.append(f"{name} with {wanted} partitions (has {partitions})")
+    for change in difference.setting_changes:
+        found = actual.topics.get(change.topic)
+        reported = None if found is None else found.settings.get(change.key)
+        if reported is not None and reported.value is not None and not _same(change.key, reported.value, change.after):
+            waiting.append(f"{change.topic} {change.key} = {change.after} (is {reported.value})")
+    return waiting
 
 
 def format_plan(difference: Plan) -> str:

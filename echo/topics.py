@@ -28,7 +28,7 @@ from echo.topic_plan import (
     plan,
     plan_json,
     preflight,
-    reported_value,
+    undone,
 )
 from echo.topic_spec import Spec, TopicNames, load, of_run
 
@@ -159,27 +159,9 @@ def _wait_until_done(difference: Plan, admin: KafkaLogAdmin, timeout_s: float) -
     """Other brokers learn of a change a moment later than the one that made it."""
     deadline = time.monotonic() + timeout_s
     while True:
-        waiting = _undone(difference, read_actual(admin, difference.changed, timeout_s))
+        waiting = undone(difference, read_actual(admin, difference.changed, timeout_s))
         if not waiting:
             return
         if time.monotonic() >= deadline:
             raise BrokerError(f"applied, but {timeout_s:g} s later the broker still does not report: {'; '.join(waiting)}")
         time.sleep(0.1)
-
-
-def _undone(difference: Plan, actual: Actual) -> list[str]:
-    """What a plan wanted to change and `actual` does not show. A setting that isn't reported can't be waited for."""
-    waiting = []
-    counts = [(c.topic, c.partitions) for c in difference.creates] + [
-        (i.topic, i.after) for i in difference.partition_increases
-    ]
-    for name, wanted in counts:
-        partitions = actual.topics[name].partitions if name in actual.topics else 0
-        if partitions != wanted:
-            waiting.append(f"{name} with {wanted} partitions (has {partitions})")
-    for change in difference.setting_changes:
-        found = actual.topics.get(change.topic)
-        value = reported_value(found, change.key) if found is not None else None
-        if value is not None and value != change.after:
-            waiting.append(f"{change.topic} {change.key} = {change.after} (is {value})")
-    return waiting

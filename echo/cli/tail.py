@@ -45,7 +45,8 @@ class Scan:
         self._reader = reader
         self._timeout_s = timeout_s
         self._stop = stop
-        self._positions = {partition: max(0, offset) for partition, offset in starts.items()}
+        self._partitions = set(starts)
+        self._positions = {partition: offset for partition, offset in starts.items() if offset >= 0}
         self._ended: set[Partition] = set()
         self.firsts: dict[Partition, int] = {}
         self.ends: dict[Partition, int] = {}
@@ -61,26 +62,27 @@ class Scan:
                 self.firsts.setdefault(partition, record.offset)
                 self._positions[partition] = record.offset + 1
             for partition, lag in self._reader.lag().items():
-                if lag is not None:
-                    end = self.ends.setdefault(partition, self._positions[partition] + lag)
-                    if lag == 0 or self._positions[partition] >= end:
-                        self._ended.add(partition)
+                position = self._positions.get(partition)
+                if lag is not None and position is not None:
+                    self.ends.setdefault(partition, position + lag)
+                if lag == 0 or (position is not None and position >= self.ends.get(partition, position + 1)):
+                    self._ended.add(partition)
             yield from records
-            if self._reader.at_end() or len(self._ended) == len(self._positions):
+            if self._reader.at_end() or self._ended == self._partitions:
                 return
             if records:
                 moved = time.monotonic()
             elif time.monotonic() - moved > self._timeout_s:
-                missing = ", ".join(f"{topic}[{number}]" for topic, number in sorted(self._positions.keys() - self._ended))
+                missing = ", ".join(f"{topic}[{number}]" for topic, number in sorted(self._partitions - self._ended))
                 raise BrokerError(f"no answer for {missing} within {self._timeout_s:g} s: is the broker up?", retriable=True)
 
     def surveyed(self) -> bool:
         """Whether the first record and the end of every partition are known."""
-        return all(p in self._ended or (p in self.firsts and p in self.ends) for p in self._positions)
+        return all(p in self._ended or (p in self.firsts and p in self.ends) for p in self._partitions)
 
     def ahead(self) -> int:
         """The longest way to an end, in offsets; only after `surveyed`."""
-        return max((self.ends[p] - self._positions[p] for p in self._positions if p not in self._ended), default=0)
+        return max((self.ends[p] - self._positions[p] for p in self._partitions - self._ended), default=0)
 
 
 def last_records(
