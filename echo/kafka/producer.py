@@ -95,10 +95,11 @@ class TransactionalProducer:
         self._timeout_s = timeout_s
         conf = client_settings(settings, _PRODUCER_DEFAULTS, client_id=client_id, drop=CONSUMER_ONLY)
         conf["transactional.id"] = transactional_id
-        conf["transaction.timeout.ms"] = int(timeout_s * 1000)
-        # The client refuses a message that may outlive its transaction.
+        # The client takes no less than a second, and refuses a message that may outlive its transaction.
+        timeout_ms = max(1000, int(timeout_s * 1000))
+        conf["transaction.timeout.ms"] = timeout_ms
         conf.pop("message.timeout.ms", None)
-        conf["delivery.timeout.ms"] = int(timeout_s * 1000)
+        conf["delivery.timeout.ms"] = timeout_ms
         conf["linger.ms"] = 0
         conf["error_cb"] = self._errors
         self._producer = build(Producer, conf)
