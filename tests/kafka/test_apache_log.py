@@ -1,0 +1,158 @@
+"""What only a real Apache Kafka shows: aborted transactions, compaction, and the loss of a leader."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+
+from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, start_broker
+from echo.kafka import KafkaLogAdmin, KafkaLogProducer, KafkaLogReader, TransactionalProducer
+from echo.log import BEGINNING, Delivery, LogRecord
+from tests.conftest import CreateTopic
+
+pytestmark = pytest.mark.kafka
+
+DEADLINE_S = 60.0
+
+
+def settings_of(broker: RunningBroker) -> dict[str, str]:
+    return {"bootstrap.servers": broker.bootstrap_servers}
+
+
+def reader_of(broker: RunningBroker) -> KafkaLogReader:
+    return KafkaLogReader(settings_of(broker), client_id="t-in", max_record_bytes=2**20)
+
+
+def producer_of(broker: RunningBroker) -> KafkaLogProducer:
+    return KafkaLogProducer(settings_of(broker), client_id="t-out", max_record_bytes=2**20, queue_bytes=2**24)
+
+
+def read_until(reader: KafkaLogReader, done: Callable[[list[LogRecord]], bool]) -> list[LogRecord]:
+    deadline = time.monotonic() + DEADLINE_S
+    records: list[LogRecord] = []
+    while not done(records):
+        assert time.monotonic() < deadline, f"{len(records)} records, lag {reader.lag()}, {reader.last_error}"
+        records += reader.read(100, 0.2)
+    return records
+
+
+def test_a_transaction_is_read_when_it_is_committed_and_never_when_its_holder_died(
+    apache: RunningBroker, create_topic: CreateTopic, topic_prefix: str
+) -> None:
+    """Messages of a holder that ended in mid-transaction stay invisible, also after the next holder took over; lag counts the
+    records that can't be read yet, and becomes 0."""
+    topic = create_topic(apache, "tx")
+    died = Producer({**settings_of(apache), "transactional.id": topic_prefix + "run", "log_level": 2})
+    died.init_transactions(DEADLINE_S)
+    died.begin_transaction()
+    died.produce(topic, key=b"k", value=b"never")
+    assert died.flush(DEADLINE_S) == 0
+    with closing(reader_of(apache)) as reader:
+        reader.assign({(topic, 0): BEGINNING})
+        assert read_until(reader, lambda records: reader.at_end()) == []
+        assert reader.lag() == {(topic, 0): 1}
+        heir = TransactionalProducer(settings_of(apache), transactional_id=topic_prefix + "run", client_id="t-tx")
+        heir.send(topic, [(b"k", b"committed")])
+        records = read_until(reader, lambda records: len(records) >= 1)
+        assert [record.value for record in records] == [b"committed"]
+        # The aborted message, its end, and the end of the second transaction take an offset each.
+        assert records[0].offset == 2
+        read_until(reader, lambda records: reader.lag() == {(topic, 0): 0})
+        assert reader.at_end()
+
+
+def test_reading_a_compacted_topic_starts_at_the_first_survivor(apache: RunningBroker, create_topic: CreateTopic) -> None:
+    """Offsets that compaction took away are passed over, from the beginning and from an offset in the gap."""
+    config = {
+        "cleanup.policy": "compact",
+        "segment.ms": "500",
+        "min.cleanable.dirty.ratio": "0.01",
+        "max.compaction.lag.ms": "500",
+    }
+    topic = create_topic(apache, "compacted", config=config)
+    with closing(producer_of(apache)) as producer, closing(reader_of(apache)) as reader:
+        latest = 0
+
+        def survivors() -> list[LogRecord]:
+            """Write one more, which rolls the segment, and read all."""
+            nonlocal latest
+            for _ in range(20):
+                latest += 1
+                assert producer.send(topic, key=b"run", value=b"%d" % latest)
+            assert producer.flush(DEADLINE_S) == 0
+            reader.assign({(topic, 0): BEGINNING})
+            return read_until(reader, lambda records: reader.at_end())
+
+        deadline = time.monotonic() + DEADLINE_S
+        while len(records := survivors()) == latest:
+            assert time.monotonic() < deadline, "nothing was compacted"
+            reader.read(1, 0.6)
+        assert records[0].offset > 0
+        assert records[-1].value == b"%d" % latest
+        reader.assign({(topic, 0): 1})
+        again = read_until(reader, lambda records: reader.at_end())
+        assert again[0].offset >= records[0].offset
+
+
+@pytest.fixture(scope="module")
+def three_nodes(apache_plan: BrokerPlan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApacheBroker]:
+    # A dead node is noticed after its session, 9 s by default.
+    soon = {"broker.session.timeout.ms": "4000", "broker.heartbeat.interval.ms": "1000"}
+    folder = tmp_path_factory.mktemp("three")
+    with start_broker(apache_plan, data_dir=folder, nodes=3, heap_mib=384, ready_s=150.0, overrides=soon) as broker:
+        assert isinstance(broker, ApacheBroker)
+        yield broker
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_leader_loses_and_doubles_nothing(three_nodes: ApacheBroker, create_topic: CreateTopic) -> None:
+    """kill -9 of the leader in mid-stream: all that was sent is acknowledged and read once, in order, by clients that were
+    never told; announcing goes on too; then the node comes back."""
+    broker = three_nodes
+    topic = create_topic(broker, "failover", 1, 3, {"min.insync.replicas": "2"})
+    control = create_topic(broker, "control", 1, 3, {"min.insync.replicas": "2"})
+    admin = KafkaLogAdmin(settings_of(broker), client_id="t-admin")
+    assert sorted(broker.nodes) == sorted(admin.nodes(DEADLINE_S)) == [1, 2, 3]
+    reports: list[Delivery] = []
+    with closing(producer_of(broker)) as producer, closing(reader_of(broker)) as reader:
+        transactions = TransactionalProducer(settings_of(broker), transactional_id=control, client_id="t-tx", timeout_s=90.0)
+        transactions.send(control, [(b"run", b"before")])
+        reader.assign({(topic, 0): BEGINNING})
+        sent = 0
+
+        def send(count: int) -> None:
+            nonlocal sent
+            for _ in range(count):
+                while not producer.send(topic, key=b"k", value=b"%d" % sent, on_delivery=reports.append):
+                    producer.poll(0.1)
+                sent += 1
+            producer.poll(0)
+
+        send(500)
+        read = read_until(reader, lambda records: len(records) >= 100)
+        leader = admin.metadata(DEADLINE_S).topics[topic].partitions[0].leader
+        send(500)
+        broker.kill_node(leader)
+        assert sorted(broker.nodes) == sorted({1, 2, 3} - {leader})
+        send(500)
+        assert producer.flush(120.0) == 0
+        assert [report.error for report in reports] == [None] * sent
+        read += read_until(reader, lambda records: len(read) + len(records) >= sent)
+        assert [record.value for record in read] == [b"%d" % index for index in range(sent)]
+        transactions.send(control, [(b"run", b"after")])
+        reader.assign({(control, 0): BEGINNING})
+        announced = read_until(reader, lambda records: len(records) >= 2)
+        assert [record.value for record in announced] == [b"before", b"after"]
+        broker.check()
+        broker.restart_node(leader)
+        assert sorted(broker.nodes) == [1, 2, 3]
+
+
+def test_the_three_nodes_data_folders_are_apart(three_nodes: ApacheBroker) -> None:
+    """Each node has its own log and its own output."""
+    folders = sorted(path.name for path in Path(three_nodes.data_dir).iterdir() if path.is_dir())
+    assert folders == ["node-1", "node-2", "node-3"]
+    assert all((three_nodes.data_dir / name / "broker.log").stat().st_size for name in folders)
