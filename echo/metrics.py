@@ -98,7 +98,7 @@ class ProducerMetrics:
         self.run_id, self.producer_id = me
         self.trajectories = counter("echo_produce_trajectories", "Trajectories sampled").labels(*me)
         self.acknowledged = counter("echo_produce_records_acknowledged", "Records the broker acknowledged").labels(*me)
-        self.failed = counter("echo_produce_records_failed", "Records the broker refused").labels(*me)
+        self.failed = counter("echo_produce_records_failed", "Records not published: too large, unsound or refused").labels(*me)
         self.groups = counter("echo_produce_groups", "Groups begun").labels(*me)
         self.tokens = counter("echo_produce_tokens", "Completion tokens sampled").labels(*me)
         self.bytes = counter("echo_produce_bytes", "Record bytes handed to the client, before compression").labels(*me)

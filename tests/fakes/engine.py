@@ -80,7 +80,7 @@ class FakeTask:
     """Counts: prompt "n", reference {"n": n}; its stream's first number follows from the seed."""
 
     name = "count"
-    scorer = "tests.fakes.engine:unused"
+    scorer = "tests.fakes.engine:score"
     scorer_params: Mapping[str, Any] = {}
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
@@ -89,8 +89,13 @@ class FakeTask:
             yield Prompt(f"count-{number}", str(number), {"n": number})
 
 
+def score(completion: str, reference: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """The same in a real scoring worker: 1 where the completion has an odd number of characters."""
+    return float(len(completion) % 2), {}
+
+
 class FakeScorer:
-    """Rewards a completion with its first token's code point modulo 2; remembers what it was asked."""
+    """Scores in this process: rewards a completion with its first token's code point modulo 2; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
