@@ -12,9 +12,9 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
 
 import numpy as np
 import structlog
@@ -23,16 +23,15 @@ from echo import trajectory
 from echo.config import RunConfig
 from echo.control import Heartbeat
 from echo.errors import BrokerError, EchoError, EngineError, TaskError
-from echo.log import LogProducer, LogReader
 from echo.metrics import ProducerMetrics
-from echo.topic_spec import TopicNames
 from echo.trajectory import Sampling, Trajectory
 from echo.waiting import Watch
-from producers.engines.base import Completion, Engine, Policy
+from producers.collaborators import Collaborators, Stop
+from producers.engines.base import Completion, Policy
 from producers.heartbeat import HeartbeatSender
-from producers.policy import ControlState, PolicyListener, PolicyPuller, PullClient
+from producers.policy import ControlState, PolicyListener, PolicyPuller
 from producers.publisher import Publisher
-from producers.tasks.base import Prompt, Score, Task
+from producers.tasks.base import Prompt, Score
 from producers.window import Window
 
 log = structlog.get_logger("produce")
@@ -40,41 +39,6 @@ log = structlog.get_logger("produce")
 # Between looks at the stop signal; what the control topic and the puller report ends a wait at once.
 _SLICE_S = 0.2
 _LEAVE_S = 5.0
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-
-class Scorer(Protocol):
-    """Scores completions in another process (`producers.tasks.scoring.ScorerPool`)."""
-
-    def score(self, items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Score]: ...
-
-    def close(self) -> None: ...
-
-
-class Stop(Protocol):
-    """Tells that a planned stop was asked for (`echo.process.StopSignal`, `threading.Event`)."""
-
-    def is_set(self) -> bool: ...
-
-
-class Collaborators(NamedTuple):
-    """Everything outside the loop. It closes none of them, except the reader that `open_reader` makes."""
-
-    topics: TopicNames
-    producer: LogProducer
-    open_reader: Callable[[], LogReader]
-    weights: PullClient
-    engine: Engine
-    tokenizer: Tokenizer
-    task: Task
-    scorer: Scorer
 
 
 def new_incarnation(producer_id: str) -> str:
@@ -113,6 +77,8 @@ class ProduceLoop:
         self._metrics = metrics
         self._stop = stop
         self._metrics_url = metrics_url
+        # A folder's place differs from host to host, and is nobody's business.
+        self._model = Path(run.model.path).name if Path(run.model.path).is_dir() else run.model.path
         self._clock = clock
         self._window = Window(run.max_staleness, run.learner.publish_every)
         self._prompts = iter(collaborators.task.prompts(mix_seed(run.task.seed, self.incarnation)))
@@ -386,7 +352,7 @@ class ProduceLoop:
                     finish_reason=completion.finish_reason,
                     sampling=sampling,
                     engine=self._engine.identity,
-                    model=self._run.model.path,
+                    model=self._model,
                     producer_id=self._producer_id,
                     sequence_number=number,
                     started_at=started_at,

@@ -14,8 +14,9 @@ from echo.kafka import KafkaLogProducer, KafkaLogReader
 from echo.metrics import ProducerMetrics
 from echo.preflight import check_cluster
 from echo.weights.client import WeightClient
+from producers.collaborators import Collaborators, Stop, Tokenizer
 from producers.engines.registry import make_engine
-from producers.produce import Collaborators, ProduceLoop, Stop, Tokenizer
+from producers.produce import ProduceLoop
 from producers.tasks.registry import make_task
 from producers.tasks.scoring import ScorerPool
 

@@ -16,7 +16,8 @@ from echo.log import Delivery, Headers, OnDelivery
 from echo.metrics import ProducerMetrics
 from echo.topic_spec import TopicNames
 from echo.trajectory import Trajectory, incarnation_of
-from producers.produce import Collaborators, ProduceLoop
+from producers.collaborators import Collaborators
+from producers.produce import ProduceLoop
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine, FakeScorer, FakeTask, FakeTokenizer, FakeWeights
 from tests.fakes.log import FakeLog, FakeProducer, FakeReader
