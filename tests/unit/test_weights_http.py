@@ -1,6 +1,7 @@
 """The weight server and the client that pulls from it, over real sockets: access, ranges, verification, faults."""
 
 import http.server
+import os
 import threading
 import time
 import traceback
@@ -677,6 +678,15 @@ def test_a_version_retired_in_mid_pull_is_still_whole(store: WeightStore, url: s
     assert_is(pulled, POLICY)
     assert published_since == [1, 2, 3, 4]
     assert store.versions("run") == [0, 3, 4]
+
+
+def test_a_long_pull_goes_on_holding_its_version(store: WeightStore, url: str, published: Published) -> None:
+    """Not only the manifest's request notes the reader, but every chunk's: a pull may last longer than the note."""
+    note = store.manifest_path("run", 0).with_suffix(".reading")
+    with Wire(httpx.URL(url).port or 0) as wire:
+        wire.break_after(UNIQUE_BYTES // 2, "close", then=lambda: os.utime(note, (1, 1)))
+        pull(client(connections=1), wire.url, published)
+    assert store.is_being_read("run", 0)
 
 
 def test_a_wire_without_faults_changes_nothing(url: str, published: Published) -> None:
