@@ -74,10 +74,11 @@ class Problem(NamedTuple):
 class WeightStore:
     """One folder. Creates nothing before the first `publish`, so a server may start on it earlier.
 
-    reading_s: a version stays this long after a puller last asked for its manifest or one of its chunks.
+    reading_s: a version stays this long after a puller last asked for its manifest or one of its chunks. Longer than a
+    puller's waits between chunks; not much longer, because a fast loop publishes many versions meanwhile.
     """
 
-    def __init__(self, root: Path, *, reading_s: float = 120.0) -> None:
+    def __init__(self, root: Path, *, reading_s: float = 30.0) -> None:
         self.root = root
         self._reading_s = reading_s
 
