@@ -50,6 +50,7 @@ class TrajectoryReader:
         self._stop = threading.Event()
         self._error: EchoError | None = None
         self.paused = False
+        self._lag: dict[int, int | None] = {}
         self._thread = threading.Thread(target=self._run, name="trajectory-reader", daemon=True)
 
     def start(self) -> None:
@@ -62,8 +63,8 @@ class TrajectoryReader:
             raise self._error
 
     def lag(self) -> dict[int, int | None]:
-        """Per partition, records between the reader's position and the log end."""
-        return {number: behind for (_, number), behind in self._reader.lag().items()}
+        """Per partition, records between the reader's position and the log end, as the polling thread last saw them."""
+        return self._lag
 
     def close(self) -> None:
         """Stop polling and wait for outstanding dead letters."""
@@ -86,6 +87,8 @@ class TrajectoryReader:
         self._unsent.extend(self._intake.offer(self._reader.read(_RECORDS_PER_READ, _POLL_S)))
         self._intake.expire()
         self._send_dead_letters()
+        # The client lets one thread in at a time, and is not fair: another thread that asks it would wait for very long.
+        self._lag = {number: behind for (_, number), behind in self._reader.lag().items()}
 
     def _set_paused(self, full: bool) -> None:
         if full == self.paused:

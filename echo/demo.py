@@ -98,7 +98,15 @@ def run_demo(
         start = partial(_start, children=children, logs=logs, env=env)
         say("making a tiny policy: random weights, then a short supervised warm-up (see logs/model.log)")
         maker = start(
-            "model", "-m", "producers.tiny_policy", str(out / "run.yaml"), "--out", run.model.path, "--seed", str(seed)
+            "model",
+            "-m",
+            "producers.tiny_policy",
+            "--task-file",
+            str(out / "run.yaml"),
+            "--out",
+            run.model.path,
+            "--seed",
+            str(seed),
         )
         spec = _make_topics(run)
         server = WeightServerProcess.start(run, logs / "weights.log")
