@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import structlog
 import torch
@@ -172,7 +172,7 @@ def _sampled_right(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    sampled = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
+    sampled = cast("Any", model).generate(ids, attention_mask=mask, **options)[:, width:].tolist()
     return sum(row[: len(one.answer)] == one.answer for row, one in zip(sampled, examples, strict=True)) / len(examples)
 
 

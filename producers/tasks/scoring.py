@@ -84,7 +84,10 @@ class ScorerPool:
         """Hand out, listen and replace workers until every completion has its score and every worker is ready."""
         if self._closed:
             raise TaskError(f"scorer {self._name}: the pool is closed")
-        self._workers = [worker if worker.alive() else self._start() for worker in self._workers]
+        for index, worker in enumerate(self._workers):
+            if not worker.alive():
+                worker.kill()
+                self._workers[index] = self._start()
         try:
             while batch.left or not all(worker.ready for worker in self._workers):
                 for worker in self._workers:
@@ -220,7 +223,8 @@ class _Worker:
         return not self.ready or bool(self.asked)
 
     def alive(self) -> bool:
-        return not self.ended and self._process.poll() is None
+        """Looks without reaping: until `kill` has reaped it, its id can't belong to another process group."""
+        return not self.ended and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def ask(self, indices: Sequence[int], completions: Sequence[tuple[str, Mapping[str, Any]]], timeout_s: float) -> None:
         message = wire.encode([[text, dict(reference)] for text, reference in (completions[index] for index in indices)])
@@ -278,14 +282,15 @@ class _Worker:
             self._received += piece
 
     def kill(self) -> int:
-        """End it and its children; its exit status."""
+        """End it and its children; its exit status. Harmless when repeated."""
+        if self._process.returncode is not None:
+            return self._process.returncode
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
         self.ended = True
-        if not self._errors.closed:
-            self._errors.seek(0)
-            self.last_words = self._errors.read().decode(errors="replace").strip()[-500:]
+        self._errors.seek(0)
+        self.last_words = self._errors.read().decode(errors="replace").strip()[-500:]
         for opened in (self.requests, self.replies, self._errors):
             opened.close()
         return status
