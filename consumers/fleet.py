@@ -10,12 +10,14 @@ from typing import NamedTuple
 from echo.control import Grant, Heartbeat
 from echo.staleness import grant_windows
 
-# Weight of the newest interval in the throughput estimate: half of an old rate is forgotten after about two heartbeats.
+# A rate is taken over at least so much busy time; a shorter interval holds one batch or none and says little.
+_RATE_OVER_S = 2.0
+# Weight of the newest interval in the throughput estimate: half of an old rate is forgotten after about two intervals.
 _SMOOTHING = 0.3
 
 
 class ProducerStatus(NamedTuple):
-    """A live producer. throughput: groups published per second, smoothed; 0 while unknown. outstanding: groups."""
+    """A live producer. throughput: groups per second of busy time, smoothed; 0 while unknown. outstanding: groups."""
 
     producer_id: str
     incarnation: str
@@ -31,6 +33,7 @@ class _Seen:
         self.heartbeat = heartbeat
         self.at = now
         self.throughput = 0.0
+        self.rate_from = heartbeat
 
 
 class Fleet:
@@ -74,10 +77,11 @@ class Fleet:
             return
         if heartbeat.sequence <= seen.heartbeat.sequence:
             return
-        elapsed = heartbeat.created - seen.heartbeat.created
-        if elapsed > 0:
-            rate = (heartbeat.groups_published - seen.heartbeat.groups_published) / elapsed
+        busy = heartbeat.busy_seconds - seen.rate_from.busy_seconds
+        if busy >= _RATE_OVER_S:
+            rate = (heartbeat.groups_published - seen.rate_from.groups_published) / busy
             seen.throughput = rate if seen.throughput == 0 else (1 - _SMOOTHING) * seen.throughput + _SMOOTHING * rate
+            seen.rate_from = heartbeat
         seen.heartbeat = heartbeat
         seen.at = now
 

@@ -75,6 +75,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
     serving: the version its engine really samples from, -1 before the first. announced: the newest it has heard of.
     groups_started, groups_published, trajectories, tokens: totals of this incarnation. state: what it does right now.
+    busy_seconds: time spent sampling, scoring and publishing, waits left out; with it throughput is what a producer can do, not
+    what its window let it do.
     last_pull_error: why the newest version is not served yet; "" when all is well. metrics_url: where Prometheus finds it.
     """
 
@@ -89,6 +91,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     groups_published: int
     trajectories: int
     tokens: int
+    busy_seconds: float
     pulls: int
     failed_pulls: int
     last_pull_error: str = ""

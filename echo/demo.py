@@ -58,7 +58,7 @@ def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConf
     template = yaml.safe_load(resources.files("echo.cli").joinpath("demo_run.yaml").read_text())
     train_port, weights_port = _free_ports(2)
     template |= {"run_id": f"demo-{seed}-{secrets.token_hex(3)}", "seed": seed}
-    template["model"] = {"path": "model"}
+    template["model"] = {"path": str(out / "model")}
     template["metrics"] = {"train_port": train_port, "produce_port": 0}
     template["weights"] = {"port": weights_port, "serve": False}
     template["producer"]["seed"] = seed

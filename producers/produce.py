@@ -87,6 +87,7 @@ class ProduceLoop:
         self._taken: Policy | None = None
         self._began = 0.0
         self._calls = self._groups = self._sequence = self._tokens = 0
+        self._busy_seconds = 0.0
         changed = threading.Condition()
         limits = run.limits
         self._listener = PolicyListener(
@@ -375,6 +376,7 @@ class ProduceLoop:
             groups_published=self._publisher.groups_acknowledged,
             trajectories=self._sequence,
             tokens=self._tokens,
+            busy_seconds=self._busy_seconds,
             pulls=self._puller.pulls,
             failed_pulls=self._puller.failed_pulls,
             last_pull_error=self._puller.last_error,
@@ -395,8 +397,10 @@ class ProduceLoop:
         try:
             yield
         finally:
-            labels = (self._metrics.run_id, self._metrics.producer_id, name)
-            self._metrics.phase_seconds.labels(*labels).inc(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            if name != "wait":
+                self._busy_seconds += seconds
+            self._metrics.phase_seconds.labels(self._metrics.run_id, self._metrics.producer_id, name).inc(seconds)
 
     def _save_what_was_sent(self) -> None:
         """After a failure: what was handed over before it still counts, if the broker takes it."""

@@ -161,6 +161,7 @@ def test_heartbeats_and_dead_letters(show: Show, producer: KafkaLogProducer, nam
         groups_published=1,
         trajectories=8,
         tokens=99,
+        busy_seconds=1.0,
         pulls=1,
         failed_pulls=0,
         created=1.0,

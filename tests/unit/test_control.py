@@ -28,6 +28,7 @@ HEARTBEAT = Heartbeat(
     groups_published=1,
     trajectories=8,
     tokens=99,
+    busy_seconds=1.0,
     pulls=1,
     failed_pulls=0,
     created=1.0,

@@ -24,6 +24,7 @@ def beat(name: str, sequence: int, *, published: int = 0, created: float | None 
         "groups_published": published,
         "trajectories": 0,
         "tokens": 0,
+        "busy_seconds": 2.0 * sequence,
         "pulls": 1,
         "failed_pulls": 0,
         "created": float(sequence) if created is None else created,
@@ -42,6 +43,16 @@ def test_windows_follow_measured_throughput() -> None:
         for sequence in range(3):
             fleet.hear(beat(name, sequence, published=rate * sequence))
     assert fleet.grants() == {"a.1": Grant(window=9, resolved=0), "b.1": Grant(window=3, resolved=0)}
+
+
+def test_a_producer_that_its_window_holds_back_keeps_its_share() -> None:
+    """Throughput counts busy time: else who waits would be granted less, and wait the more."""
+    clock = Clock()
+    fleet = make_fleet(clock)
+    for name, wait in (("a.1", 0.0), ("b.1", 50.0)):
+        for sequence in range(3):
+            fleet.hear(beat(name, sequence, published=4 * sequence, created=sequence * (2.0 + wait)))
+    assert fleet.grants() == {"a.1": Grant(window=6, resolved=0), "b.1": Grant(window=6, resolved=0)}
 
 
 def test_a_silent_producer_dies_and_its_window_returns_to_the_others() -> None:

@@ -26,6 +26,7 @@ def status(sequence: int, leaving: bool) -> Heartbeat:
         groups_published=0,
         trajectories=0,
         tokens=0,
+        busy_seconds=1.0,
         pulls=0,
         failed_pulls=0,
         leaving=leaving,

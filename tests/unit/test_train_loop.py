@@ -225,6 +225,7 @@ def test_progress_tells_a_new_producer_its_window(model_path: str, tmp_path: Pat
         groups_published=0,
         trajectories=0,
         tokens=0,
+        busy_seconds=1.0,
         pulls=0,
         failed_pulls=0,
         created=1.0,

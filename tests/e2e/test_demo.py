@@ -1,0 +1,68 @@
+"""The main job: `echo-demo` on the embedded broker climbs, accounts for every trajectory, and leaves nothing running."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.conftest import ROOT
+from tests.e2e.demo import Demo, check_summary
+from tests.eventually import eventually
+from tests.promql import metrics_in, names_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Demo]]:
+    """Demos that a test started: none outlives it."""
+    demos: list[Demo] = []
+    yield demos
+    for demo in demos:
+        demo.process.kill()
+        demo.process.wait()
+
+
+def test_the_reward_climbs_and_every_trajectory_is_accounted_for(tmp_path: Path, started: list[Demo]) -> None:
+    """Also: the board shows nothing that a live run does not expose."""
+    demo = Demo(tmp_path / "out", "--seed", "0")
+    started.append(demo)
+    demo.until_step(8)
+    exposed = names_of(demo.exposition())
+    board = json.loads((ROOT / "grafana" / "echo.json").read_text())
+    assert metrics_in(board) - exposed == set()
+    assert demo.wait() == 0, demo.log
+    check_summary(demo.summary())
+    with Image.open(demo.out / "reward.png") as plot:
+        assert plot.format == "PNG"
+    assert eventually(lambda: not demo.processes(), "all of its processes ended"), demo.processes()
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, started: list[Demo]) -> None:
+    demo = Demo(tmp_path / "out", "learner.steps=100000")
+    started.append(demo)
+    demo.until_step(1)
+    assert len(demo.processes()) >= 4
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.process.wait(60) == 130, demo.log
+    assert eventually(lambda: not demo.processes(), "all of its processes ended"), demo.processes()
+
+
+def test_kill_9_leaves_no_process_behind(tmp_path: Path, started: list[Demo]) -> None:
+    demo = Demo(tmp_path / "out", "learner.steps=100000")
+    started.append(demo)
+    demo.until_step(1)
+    demo.process.kill()
+    assert eventually(lambda: not demo.processes(), "all of its processes ended", timeout_s=60), demo.processes()
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, started: list[Demo]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.yaml").write_text("run_id: earlier\n")
+    demo = Demo(tmp_path / "out")
+    started.append(demo)
+    assert demo.wait() == 2
+    assert "holds a run already: choose another --out" in demo.log
