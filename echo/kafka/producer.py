@@ -91,7 +91,6 @@ class TransactionalProducer:
     """
 
     def __init__(self, settings: Settings, *, transactional_id: str, client_id: str, timeout_s: float = 30.0) -> None:
-        self._errors = ClientErrors(client_id)
         self._timeout_s = timeout_s
         conf = client_settings(settings, _PRODUCER_DEFAULTS, client_id=client_id, drop=CONSUMER_ONLY)
         conf["transactional.id"] = transactional_id
@@ -101,7 +100,7 @@ class TransactionalProducer:
         conf.pop("message.timeout.ms", None)
         conf["delivery.timeout.ms"] = timeout_ms
         conf["linger.ms"] = 0
-        conf["error_cb"] = self._errors
+        conf["error_cb"] = ClientErrors(client_id)
         self._producer = build(Producer, conf)
         # The end of a transaction that the broker has not confirmed: to be finished before the next one begins.
         self._unfinished: Callable[[float], None] | None = None
@@ -116,7 +115,7 @@ class TransactionalProducer:
         try:
             self._producer.begin_transaction()
         except KafkaException as error:
-            raise self._wrap(error, f"beginning a transaction for {topic}") from None
+            raise wrap_error(error.args[0], f"beginning a transaction for {topic}") from None
         try:
             for key, value in messages:
                 self._producer.produce(topic, key=key, value=value)
@@ -125,7 +124,7 @@ class TransactionalProducer:
             raise BrokerError(f"sending to {topic}: {len(messages)} messages are too many for one transaction") from None
         except KafkaException as error:
             self._abort(deadline)
-            raise self._wrap(error, f"sending to {topic}") from None
+            raise wrap_error(error.args[0], f"sending to {topic}") from None
         self._finish(self._producer.commit_transaction, deadline, f"committing to {topic}")
 
     def close(self) -> None:
@@ -141,8 +140,6 @@ class TransactionalProducer:
         self._unfinished = None
 
     def _abort(self, deadline: float) -> None:
-        if self._errors.fatal is not None:
-            return
         try:
             self._finish(self._producer.abort_transaction, max(deadline, time.monotonic() + 5.0), "aborting a transaction")
         except BrokerError as error:
@@ -160,12 +157,7 @@ class TransactionalProducer:
                     raise _AbortNeeded(f"{doing}: {cause.name()}: {cause.str()}") from None
                 resumable = cause.retriable() or cause.code() == KafkaError._TIMED_OUT
                 if not resumable or cause.fatal() or time.monotonic() >= deadline:
-                    raise self._wrap(error, doing) from None
-
-    def _wrap(self, error: KafkaException, doing: str) -> BrokerError:
-        # After a fatal error every call says only that there was one; the first said which.
-        self._errors.check(doing)
-        return wrap_error(error.args[0], doing)
+                    raise wrap_error(cause, doing) from None
 
 
 class _AbortNeeded(BrokerError):

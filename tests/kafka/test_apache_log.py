@@ -9,6 +9,7 @@ import pytest
 from confluent_kafka import Producer
 
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, start_broker
+from echo.errors import BrokerError, FencedError
 from echo.kafka import KafkaLogAdmin, KafkaLogProducer, KafkaLogReader, TransactionalProducer
 from echo.log import BEGINNING, Delivery, LogRecord
 from tests.conftest import CreateTopic
@@ -95,6 +96,45 @@ def test_reading_a_compacted_topic_starts_at_the_first_survivor(apache: RunningB
         reader.assign({(topic, 0): 1})
         again = read_until(reader, lambda records: reader.at_end())
         assert again[0].offset >= records[0].offset
+
+
+def test_announcing_goes_on_after_the_broker_was_away(
+    apache_plan: BrokerPlan, tmp_path: Path, create_topic: CreateTopic
+) -> None:
+    """While the broker is dead, `send` fails at its deadline with a retriable error; called again after the broker's return it
+    succeeds, and what was sent is in the log whole and in order."""
+    soon = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
+    with start_broker(apache_plan, data_dir=tmp_path, heap_mib=384, overrides=soon) as broker:
+        assert isinstance(broker, ApacheBroker)
+        topic = create_topic(broker, "control")
+        transactions = TransactionalProducer(settings_of(broker), transactional_id="run", client_id="t-tx", timeout_s=3.0)
+        transactions.send(topic, [(b"run", b"first")])
+        # The commit is acknowledged before it is marked in the topic. A lone node that is killed in between never sets the mark
+        # when it comes back: it finds no leader while its own old session expires, and takes the topic for deleted.
+        with closing(reader_of(broker)) as reader:
+            reader.assign({(topic, 0): BEGINNING})
+            read_until(reader, lambda records: len(records) == 1)
+        broker.kill_node(1)
+        for _ in range(2):
+            with pytest.raises(BrokerError) as caught:
+                transactions.send(topic, [(b"run", b"away-a"), (b"run", b"away-b")])
+            assert caught.value.retriable
+            assert not isinstance(caught.value, FencedError)
+        broker.restart_node(1)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                transactions.send(topic, [(b"run", b"back-a"), (b"run", b"back-b")])
+                break
+            except BrokerError as error:
+                if not error.retriable or time.monotonic() >= deadline:
+                    raise
+        with closing(reader_of(broker)) as reader:
+            reader.assign({(topic, 0): BEGINNING})
+            values = [record.value for record in read_until(reader, lambda records: reader.at_end())]
+        assert values[0] == b"first"
+        assert values[-2:] == [b"back-a", b"back-b"]
+        assert values.count(b"away-a") == values.count(b"away-b")
 
 
 @pytest.fixture(scope="module")
