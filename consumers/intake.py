@@ -9,7 +9,7 @@ member befalls all, also those that arrive later.
 """
 
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Intake:
         self._vocabulary = vocabulary
         self._clock = clock
         self._assembler = Assembler(deadline_s=group_deadline_s)
-        self._ready: deque[Group] = deque()
+        self._ready: list[Group] = []
         self._ready_bytes = 0
         self._decided: OrderedDict[str, Reason] = OrderedDict()
         self._resolutions: list[Resolution] = []
@@ -138,14 +138,17 @@ class Intake:
     # The trainer's side.
 
     def cut(self, timeout_s: float) -> list[Group] | None:
-        """The oldest `groups_per_step` groups that are fresh enough now, in order of completion; None after the timeout.
+        """A batch of `groups_per_step` groups, the oldest policy first, then in order of completion; None after the timeout.
 
         The batch stays pending until `trained`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._ready) >= self._groups_per_step, timeout_s):
                 return None
-            batch = [self._ready.popleft() for _ in range(self._groups_per_step)]
+            # Oldest policy first: partitions are read in no common order, and what is oldest is next to become stale. The
+            # sort is stable, so that equals go in order of their completion.
+            self._ready.sort(key=lambda group: group.min_policy_version)
+            batch, self._ready = self._ready[: self._groups_per_step], self._ready[self._groups_per_step :]
             self._ready_bytes -= sum(group.nbytes for group in batch)
             # `announced` has thrown out what became stale: no stale token may pass this line, whatever happened before.
             assert not any(self._is_stale(group.min_policy_version) for group in batch)
@@ -261,7 +264,7 @@ class Intake:
         return is_stale(self._newest, min_policy_version, self._max_staleness)
 
     def _drop_stale(self) -> None:
-        fresh: deque[Group] = deque()
+        fresh: list[Group] = []
         for group in self._ready:
             if self._is_stale(group.min_policy_version):
                 self._ready_bytes -= group.nbytes

@@ -86,6 +86,16 @@ def test_complete_groups_come_out_in_the_order_of_their_completion() -> None:
     assert intake.stats().nbytes == 0
 
 
+def test_the_oldest_policy_is_trained_first() -> None:
+    """Else groups that waited in a partition would become stale while newer ones are trained."""
+    log, intake = Log(), make_intake(newest_version=2, max_staleness=4)
+    intake.offer([log.put(member(n, i, version=v)) for n, v in ((0, 2), (1, 1), (2, 0), (3, 1)) for i in (0, 1)])
+    batch = intake.cut(0)
+    assert batch is not None
+    assert [group.min_policy_version for group in batch] == [0, 1]
+    assert batch[1].group_id == member(1, 0).group_id
+
+
 def test_a_stale_member_drops_its_whole_group_also_those_that_come_later() -> None:
     log, intake = Log(), make_intake(newest_version=5)
     intake.offer([log.put(member(0, 0, version=5)), log.put(member(0, 1, version=3))])
