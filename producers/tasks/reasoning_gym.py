@@ -36,8 +36,9 @@ class ReasoningGymParams(Params):
     """What that data set takes; its seed and size are not among them."""
     prompt: str = "{question}"
     """Python format string of the prompt, with {question} and the data set's own {metadata[...]}."""
-    answer: Literal["text", "tag"] = "text"
-    """Where the answer stands: the whole completion, or its last <answer>...</answer>."""
+    answer: Literal["text", "exact", "tag"] = "text"
+    """What the answer is: the completion without the white space around it, the completion as it is (so that ending it at the
+    right place is learned too), or its last <answer>...</answer>."""
     threshold: float | None = Field(default=None, gt=0, le=1)
     """The reward is 1 from this score on and else 0; None takes the score (0 to 1, often shaped) as it is."""
 
@@ -85,10 +86,15 @@ class ReasoningGym:
 def score(completion: str, reference: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
     """The reward, and the library's own score as its component "score". Call it in a scoring worker only."""
     wanted, verifier = _verifier(json.dumps(dict(params), sort_keys=True))
-    answer = extract_answer(completion) if wanted.answer == "tag" else completion.strip()
-    value = float(verifier.score_answer(answer, entry=dict(reference)))
+    value = float(verifier.score_answer(_answer(completion, wanted.answer), entry=dict(reference)))
     reward = value if wanted.threshold is None else float(value >= wanted.threshold)
     return reward, {"score": value}
+
+
+def _answer(completion: str, where: str) -> str | None:
+    if where == "tag":
+        return extract_answer(completion)
+    return completion if where == "exact" else completion.strip()
 
 
 @functools.lru_cache(maxsize=4)

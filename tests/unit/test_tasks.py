@@ -71,6 +71,13 @@ def test_with_a_threshold_the_reward_is_binary_and_the_score_is_kept() -> None:
     assert _scores(_task(threshold=0.75), ("stop", "potx"), ("stop", "poxx")) == [(1.0, {"score": 0.75}), (0.0, {"score": 0.5})]
 
 
+def test_an_exact_answer_ends_where_it_ends() -> None:
+    assert _scores(_task(answer="exact", threshold=1.0), ("stop", "pots"), ("stop", "pots ")) == [
+        (1.0, {"score": 1.0}),
+        (0.0, {"score": 0.8}),
+    ]
+
+
 def test_an_answer_in_a_tag_is_the_last_one() -> None:
     text = "<answer>no</answer> or <answer> pots </answer>."
     assert _scores(_task(answer="tag", threshold=1.0), ("stop", text), ("stop", "pots"))[0][0] == 1.0
@@ -91,7 +98,7 @@ def test_an_answer_in_a_tag_is_the_last_one() -> None:
         ({"prompt": "{metadata[words]}"}, r"task.params.prompt: KeyError\('words'\).*word_len"),
         ({"prompt": "{answer}"}, "task.params.prompt"),
         ({"threshold": 1.5}, "task.params.threshold: Input should be less than or equal to 1"),
-        ({"answer": "line"}, "task.params.answer: Input should be 'text' or 'tag'"),
+        ({"answer": "line"}, "task.params.answer: Input should be 'text', 'exact' or 'tag'"),
     ],
 )
 def test_wrong_params_are_named_with_a_remedy(params: dict[str, Any], said: str) -> None:
