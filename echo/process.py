@@ -72,13 +72,14 @@ class StopSignal:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when `parent`, the process that started it, ends in any way (Linux only).
+    """Have the kernel kill this process when `parent`, the process that started it, ends in any way (Linux only).
 
-    Call first thing in the child. PR_SET_PDEATHSIG is not inherited and is lost on exec of a set-uid program only.
+    Call first thing in the child. Not a planned stop: the kernel may send the signal once for each thread of the parent that
+    goes, which would read as a second request, and who would have waited for the stop is gone.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         # The parent was gone before the request took effect.
         os._exit(1)
@@ -88,7 +89,7 @@ PARENT_VARIABLE = "ECHO_PARENT_PID"
 
 
 def end_with_asking_parent() -> None:
-    """In a process that `Child` started: get a SIGTERM, a planned stop, when the starter ends in any way."""
+    """In a process that `Child` started: end when the starter ends in any way."""
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if parent.isdigit():
         die_with_parent(int(parent))
