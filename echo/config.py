@@ -59,6 +59,8 @@ class TaskConfig(_Section):
     """A task of producers/tasks."""
     params: dict[str, Any] = {}
     """What that task takes; it refuses what it does not know."""
+    chat: bool = False
+    """Put each prompt into the tokenizer's chat template, as a user's message."""
     seed: int = 0
     """Seeds the order of prompts; every producer incarnation draws its own stream from it."""
     scorer_timeout_s: float = Field(default=5.0, gt=0)

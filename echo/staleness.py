@@ -26,11 +26,11 @@ def may_sample(newest_announced: int, serving_version: int, max_staleness: int) 
 
 
 def total_window(max_staleness: int, groups_per_step: int, publish_every: int = 1) -> int:
-    """Groups that may be outstanding (published or running, not resolved) over all producers: (S * kappa + 1) * groups_per_step.
+    """Groups that may be outstanding (published or running, not resolved) over all producers.
 
-    Each step consumes `groups_per_step` groups and every `publish_every`-th (kappa) publishes a version. A group begun under
-    version v at the last moment before v + 1 still sees one step of v and kappa steps of each of the next S versions, so the last
-    of this many groups is trained while the newest version is at most v + S.
+    (S * kappa + 1) * groups_per_step. A step consumes `groups_per_step` groups, and every `publish_every`-th (kappa) publishes
+    a version. A group begun under version v at the last moment before v + 1 still sees one step of v and kappa steps of
+    each of the next S versions, so the last of this many groups is trained while the newest version is at most v + S.
     """
     return (max_staleness * publish_every + 1) * groups_per_step
 

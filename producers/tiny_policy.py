@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from echo import config
 from echo.config import RunConfig
 from echo.errors import EchoError, TaskError
-from echo.process import configure_logging
+from echo.process import configure_logging, end_with_asking_parent
 from producers.tasks.base import Task
 from producers.tasks.registry import make_task
 
@@ -187,6 +187,7 @@ def main(
     until: Annotated[float, typer.Option(help="Share of right samples at which the warm-up ends.", min=0, max=1)] = 0.1,
 ) -> None:
     """Make a tiny policy, warmed up for the task of a run file."""
+    end_with_asking_parent()
     configure_logging()
     torch.set_num_threads(1)
     try:

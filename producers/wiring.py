@@ -3,10 +3,10 @@
 Refuses to start on a broker that does not answer or topics that do not fit: it says so and ends, and creates no topic.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from echo.config import RunConfig
 from echo.errors import ConfigError
@@ -43,7 +43,7 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[C
         # Before any Kafka client: none of them survives a fork.
         scorer = ScorerPool(task, workers=_SCORERS, timeout_s=run.task.scorer_timeout_s, memory_mib=run.task.scorer_memory_mib)
         opened.callback(scorer.close)
-        tokenizer = load_tokenizer(run.model.path)
+        tokenizer = load_tokenizer(run.model.path, chat=run.task.chat)
         spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
         engine = make_engine(run)
         opened.callback(engine.close)
@@ -82,12 +82,38 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[C
         )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """The model's tokenizer. Raises ConfigError where the folder or hub id has none."""
+def load_tokenizer(path: str, *, chat: bool) -> Tokenizer:
+    """The model's tokenizer; with `chat`, one that puts each prompt into its chat template.
+
+    Raises ConfigError where the folder or hub id has none, or the tokenizer has no template.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return cast("Tokenizer", AutoTokenizer.from_pretrained(path))
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"model.path: {path} gives no tokenizer: {text[:300]}") from error
+    if not chat:
+        return cast("Tokenizer", tokenizer)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"task.chat: the tokenizer of {path} has no chat template: set task.chat to false")
+    return ChatTokenizer(tokenizer)
+
+
+class ChatTokenizer:
+    """A tokenizer whose prompts are a user's message, with the header of the assistant's answer after it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        message = [{"role": "user", "content": text}]
+        prompt = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        # The template holds the special tokens already.
+        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text

@@ -152,7 +152,7 @@ class ScorerPool:
             outcome = "timeout" if hung else "error"
             self._tell(outcome, f"took longer than {self._timeout_s} s" if hung else f"its worker ended with status {status}")
             batch.settle(worker.take_answered(), Score(0.0, {}, outcome))
-            batch.waiting.extendleft(reversed(worker.asked))
+            batch.waiting.extend(worker.asked)
             worker.asked.clear()
         return self._start()
 

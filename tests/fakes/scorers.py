@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from producers.tasks import wire
+
 
 class ScorerTask:
     """As much of a task as a scorer pool needs."""
@@ -82,6 +84,17 @@ def _forge(reference: Mapping[str, Any]) -> float:
     return 1.0
 
 
+def _forge_reply(reference: Mapping[str, Any]) -> float:
+    """Answers in the worker's name, with a reward, for the first of the batch: wherever a descriptor is open."""
+    reply = wire.encode_reply(wire.Reply(0, None, 100.0, {}))
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, reply)
+        except OSError:
+            continue
+    return 0.0
+
+
 def _remove(reference: Mapping[str, Any]) -> float:
     Path(reference["path"]).unlink()
     return 1.0
@@ -136,6 +149,7 @@ _DEEDS = {
     "no number": lambda reference: "much",
     "print": _print,
     "forge": _forge,
+    "forge reply": _forge_reply,
     "remove": _remove,
     "write": _write,
     "write here": _write_here,

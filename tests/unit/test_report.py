@@ -1,0 +1,86 @@
+"""A run is counted from the log: a journal that says more than the log holds is found out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from echo import codec, dead_letter, report
+from echo.errors import BrokerError, CheckpointError
+from echo.log import LogRecord
+from tests.fakes.log import FakeLog, FakeReader
+from tests.helpers import RUN_ID, make_trajectory
+
+
+def record(offset: int, **overrides: Any) -> LogRecord:
+    key, headers, value = codec.encode(make_trajectory(sequence_number=offset, **overrides))
+    return LogRecord("trajectories", 0, offset, key, [*headers], value, 0)
+
+
+def line(step: int, version: int = 0, **resolved: list[list[int]]) -> dict[str, Any]:
+    return {"step": step, "version": version, "resolved": {reason: {"0": spans} for reason, spans in resolved.items()}}
+
+
+def test_every_record_is_looked_up_in_the_journal() -> None:
+    records = [record(n, spans=((0, n),)) for n in range(6)] + [record(6, run_id="other")]
+    lines = [line(1, version=3, trained=[[0, 2]], stale=[[3, 4]]), line(2, version=4, trained=[[2, 3]], foreign_run=[[6, 7]])]
+    counts = report.count(RUN_ID, records, [], report.fates(lines))
+    assert counts == report.Counts(6, 3, {"stale": 1}, 0, 2, 3)
+    assert counts.produced == counts.trained + sum(counts.dropped.values()) + counts.dead_lettered + counts.pending
+
+
+def test_a_dead_letter_counts_only_where_its_topic_holds_it() -> None:
+    broken = record(0)._replace(headers=[], value=b"junk")
+    lines = [line(1, corrupt=[[0, 1]])]
+    key, headers, value = dead_letter.wrap(broken, "corrupt", "junk")
+    letter = LogRecord("dead_letter", 0, 0, key, [*headers], value, 0)
+    assert report.count(RUN_ID, [broken], [letter], report.fates(lines)).dead_lettered == 1
+    with pytest.raises(CheckpointError, match="dead-letter topic does not hold it"):
+        report.count(RUN_ID, [broken], [], report.fates(lines))
+
+
+def test_a_record_resolved_twice_is_found() -> None:
+    with pytest.raises(CheckpointError, match="partition 0 offset 1 twice: as trained at step 1, as stale at step 2"):
+        report.fates([line(1, trained=[[0, 2]]), line(2, stale=[[1, 2]])])
+
+
+def test_a_journal_that_names_a_record_which_the_log_lacks_is_found() -> None:
+    with pytest.raises(CheckpointError, match="1 records that the log does not hold, the first at partition 0 offset 1"):
+        report.count(RUN_ID, [record(0)], [], report.fates([line(1, trained=[[0, 2]])]))
+
+
+def test_a_topic_is_read_to_its_end() -> None:
+    log = FakeLog()
+    log.create_topic("t", 3)
+    with log.changed:
+        for number in range(50):
+            log.append("t", b"%d" % number, b"v", [])
+    assert len(list(report.read_topic(FakeReader(log), "t", 3, deadline_s=10))) == 50
+
+
+class SilentReader(FakeReader):
+    """A broker that never answers."""
+
+    def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
+        return []
+
+    def at_end(self) -> bool:
+        return False
+
+
+def test_a_broker_that_does_not_answer_is_an_error_after_the_deadline() -> None:
+    log = FakeLog()
+    log.create_topic("t")
+    with pytest.raises(BrokerError, match=r"topic t was not read to its end within 0\.01 s"):
+        list(report.read_topic(SilentReader(log), "t", 1, deadline_s=0.01))
+
+
+def test_the_summary_takes_the_first_and_last_five_steps(tmp_path: Path) -> None:
+    lines = [{"step": n, "reward_mean": n / 10, "staleness": {"0": 3, "2": 1}} for n in range(1, 11)]
+    counts = report.Counts(10, 8, {"stale": 1}, 0, 1, 2)
+    summary = report.summary(lines=lines, counts=counts, staleness_bound=4, policy_versions=11, pulls=22, seconds=1.26)
+    assert (summary["reward_first"], summary["reward_last"], summary["steps"], summary["seconds"]) == (0.3, 0.8, 10, 1.3)
+    report.plot(lines, staleness_bound=4, title="t", path=tmp_path / "plot.png")
+    with Image.open(tmp_path / "plot.png") as plot:
+        assert plot.format == "PNG"
