@@ -1,8 +1,8 @@
 """What a scoring worker takes from itself before it runs a verifier: the verifier may execute what a model wrote.
 
 Refuses to promise more than the kernel gives: every measure is best effort, and `confine` says which are in force.
-It is no jail against a determined attacker (files stay readable, the CPU is shared); run producers of untrusted models in a
-container of their own.
+It is no jail against a determined attacker: files stay readable, the CPU is shared, and what a verifier executes lives in the
+verifier's process, so it can forge its own reward. Run producers of untrusted models in a container of their own.
 """
 
 import ctypes

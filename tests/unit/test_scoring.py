@@ -1,5 +1,6 @@
 """Scoring survives whatever a scorer does: one completion pays, the others are scored, and nothing leaks or stays behind."""
 
+import errno
 import os
 import select
 import signal
@@ -66,6 +67,16 @@ def test_an_error_costs_that_completion_alone(pool: ScorerPool, text: str) -> No
     assert _one(pool, "good") == GOOD
 
 
+def test_a_reply_for_another_completion_is_not_believed() -> None:
+    """A scorer that answers in its worker's name loses the worker, and gains nothing for the others."""
+    pool = ScorerPool(ScorerTask(), workers=1, timeout_s=5, memory_mib=256)
+    try:
+        scores = pool.score([(text, {}) for text in ["good", "forge reply", *["good"] * 6]])
+    finally:
+        pool.close()
+    assert scores == [GOOD, Score(0.0, {}, "error"), *[GOOD] * 6]
+
+
 def test_what_a_scorer_prints_and_reads_does_not_reach_the_pipes(pool: ScorerPool) -> None:
     assert pool.score([("print", {}), ("good", {})]) == [Score(1.0, {}, "ok"), GOOD]
 
@@ -85,6 +96,26 @@ def test_no_file_can_be_written(pool: ScorerPool, tmp_path: Path) -> None:
     assert _one(pool, "write", path=str(target)).reward == -1.0
     assert _one(pool, "write here").reward == -1.0
     assert not target.exists() or target.read_text() == ""
+
+
+_WITHOUT_LANDLOCK = """
+import pathlib, sys
+from producers.tasks import sandbox
+sandbox._landlock = lambda libc: []
+assert "no file growth" in sandbox.confine()
+try:
+    pathlib.Path(sys.argv[1]).write_text("written")
+except OSError as error:
+    print(error.errno)
+"""
+
+
+def test_files_stay_empty_on_a_kernel_without_landlock(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    argv = [sys.executable, "-c", _WITHOUT_LANDLOCK, str(target)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == [str(errno.EFBIG)]
+    assert target.read_text() == ""
 
 
 def _landlock(abi: int) -> pytest.MarkDecorator:
