@@ -34,6 +34,19 @@ class _Seen:
         self.at = now
         self.throughput = 0.0
         self.rate_from = heartbeat
+        # Limits that we granted, by control message, and do not know to be in force or replaced yet.
+        self.sent: dict[int, int] = {}
+
+    def may_reach(self) -> int:
+        """How many groups the incarnation can have begun by now, whatever is still under way to it or from it."""
+        heard = self.heartbeat
+        return max(heard.groups_started, heard.granted_limit, *self.sent.values())
+
+    def replace(self, heartbeat: Heartbeat, now: float) -> None:
+        self.heartbeat = heartbeat
+        self.at = now
+        # Of what was sent before the message in force nothing counts any more: the heartbeat tells what came of it.
+        self.sent = {sequence: limit for sequence, limit in self.sent.items() if sequence > heartbeat.control_sequence}
 
 
 class Fleet:
@@ -82,8 +95,7 @@ class Fleet:
             rate = (heartbeat.groups_published - seen.rate_from.groups_published) / busy
             seen.throughput = rate if seen.throughput == 0 else (1 - _SMOOTHING) * seen.throughput + _SMOOTHING * rate
             seen.rate_from = heartbeat
-        seen.heartbeat = heartbeat
-        seen.at = now
+        seen.replace(heartbeat, now)
 
     def group_resolved(self, incarnation: str, groups: int = 1) -> None:
         """Groups of this incarnation have been trained, dropped or dead-lettered."""
@@ -106,10 +118,28 @@ class Fleet:
         )
 
     def grants(self) -> dict[str, Grant]:
-        """What every live producer may have outstanding, by incarnation."""
+        """What every live producer may have outstanding, by incarnation, if it were told now.
+
+        Never more than the total window, plus one per producer that was just heard of: room goes from one producer to another
+        only when the heartbeat of the first shows that it can't be used there any more.
+        """
         self._bury()
-        windows = grant_windows(self._total_window, {name: seen.throughput for name, seen in self._seen.items()})
+        wanted = grant_windows(self._total_window, {name: seen.throughput for name, seen in self._seen.items()})
+        # Groups that each can have outstanding by now, whatever we say next.
+        held = {name: max(0, seen.may_reach() - self._resolved[name]) for name, seen in self._seen.items()}
+        free = max(0, self._total_window - sum(held.values()))
+        growth = {name: window - held[name] for name, window in wanted.items() if window > held[name]}
+        windows = dict(wanted)
+        for name, more in sorted(growth.items()):
+            share = min(more, free * more // sum(growth.values()))
+            windows[name] = max(1, held[name] + share)
         return {name: Grant(window=window, resolved=self._resolved[name]) for name, window in windows.items()}
+
+    def granted(self, sequence: int, grants: Mapping[str, Grant]) -> None:
+        """These grants are sent now, in this control message."""
+        for name, grant in grants.items():
+            if name in self._seen:
+                self._seen[name].sent[sequence] = grant.resolved + grant.window
 
     def resolved(self) -> dict[str, int]:
         """For a checkpoint: groups resolved per incarnation."""

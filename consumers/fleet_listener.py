@@ -24,7 +24,8 @@ _PROGRESS_EVERY_S = 1.0
 
 
 class FleetListener:
-    """send_progress: commits grants to the control topic; called by this thread only when they changed."""
+    """send_progress: sends a control message with the grants that it is given for its sequence number (`take_grants`); called
+    by this thread only, when grants changed."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class FleetListener:
         fleet: Fleet,
         reader: LogReader,
         topic: str,
-        send_progress: Callable[[Mapping[str, Grant]], None],
+        send_progress: Callable[[Callable[[int], Mapping[str, Grant]]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -82,10 +83,11 @@ class FleetListener:
             for incarnation, count in groups.items():
                 self._fleet.group_resolved(incarnation, count)
 
-    def take_grants(self) -> dict[str, Grant]:
-        """The grants of this moment, for an announcement: the listener will not repeat them."""
+    def take_grants(self, sequence: int) -> dict[str, Grant]:
+        """The grants of this moment, for the control message of this number, which must be sent now."""
         with self._lock:
             grants = self._fleet.grants()
+            self._fleet.granted(sequence, grants)
             self._sent, self._sent_at = grants, self._clock()
             return grants
 
@@ -110,9 +112,6 @@ class FleetListener:
         if not self._current:
             self._current = self._reader.at_end()
         with self._lock:
-            grants = self._fleet.grants()
-            due = grants != self._sent and self._clock() - self._sent_at >= _PROGRESS_EVERY_S
-            if due:
-                self._sent, self._sent_at = grants, self._clock()
+            due = self._clock() - self._sent_at >= _PROGRESS_EVERY_S and self._fleet.grants() != self._sent
         if due:
-            self._send_progress(grants)
+            self._send_progress(self.take_grants)

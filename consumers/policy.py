@@ -7,6 +7,7 @@ a second trainer of the same run fences this one, which then stops with `FencedE
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -21,6 +22,8 @@ from echo.weights.urls import manifest_url
 
 log = structlog.get_logger("policy")
 
+MessageT = TypeVar("MessageT", bound=ControlMessage)
+
 
 class ControlWriter:
     """The control topic's only writer of this run. Thread safe: the trainer announces, the fleet thread sends progress."""
@@ -28,11 +31,20 @@ class ControlWriter:
     def __init__(self, sender: LogTransactions, topic: str) -> None:
         self._sender = sender
         self._topic = topic
+        self.sequence = -1
+        """Of the run's newest control message; set it before the first `send` of a resumed run."""
         self._lock = threading.Lock()
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, make: Callable[[int], MessageT]) -> MessageT:
+        """Make the next message, with its sequence number, and commit it: the log has messages in the order of their numbers.
+
+        Raises BrokerError, FencedError; the number is used up all the same.
+        """
         with self._lock:
+            self.sequence += 1
+            message = make(self.sequence)
             self._sender.send(self._topic, [(control.key(message), control.encode(message))])
+            return message
 
     def close(self) -> None:
         with self._lock:
@@ -62,9 +74,12 @@ class PolicyPublisher:
         self.newest = newest
         """The newest announced version, -1 before the first."""
 
-    def publish(self, *, step: int, tensors: Iterable[HostTensor], grants: Callable[[], Mapping[str, Grant]]) -> Announcement:
+    def publish(
+        self, *, step: int, tensors: Iterable[HostTensor], grants: Callable[[int], Mapping[str, Grant]]
+    ) -> Announcement:
         """Store the next version, then announce it with the grants of that moment.
 
+        grants: called with the message's sequence number, last thing before it is sent.
         Raises WeightsError (nothing is announced), BrokerError, FencedError.
         """
         stored = self._store.newest(self._run_id)
@@ -74,39 +89,59 @@ class PolicyPublisher:
         published = self._store.publish(
             self._run_id, version, step, tensors, chunk_bytes=self._chunk_bytes, keep=self._keep, created=created
         )
-        announcement = Announcement(
-            run_id=self._run_id,
-            version=version,
-            step=step,
-            manifest_urls=(manifest_url(self._server_url, self._run_id, version),),
-            manifest_digest=published.digest,
-            nbytes=published.manifest.nbytes,
-            grants=dict(grants()),
-            created=created,
+        announcement = self._writer.send(
+            lambda sequence: Announcement(
+                run_id=self._run_id,
+                sequence=sequence,
+                version=version,
+                step=step,
+                manifest_urls=(manifest_url(self._server_url, self._run_id, version),),
+                manifest_digest=published.digest,
+                nbytes=published.manifest.nbytes,
+                grants=dict(grants(sequence)),
+                created=created,
+            )
         )
-        self._writer.send(announcement)
         self.newest = version
         return announcement
 
-    def progress(self, *, step: int, grants: Mapping[str, Grant]) -> None:
-        """Tell producers their grants between announcements."""
+    def progress(self, *, step: int, grants: Callable[[int], Mapping[str, Grant]]) -> None:
+        """Tell producers their grants between announcements. `grants` as in `publish`."""
         self._writer.send(
-            Progress(run_id=self._run_id, version=self.newest, step=step, grants=dict(grants), created=time.time())
+            lambda sequence: Progress(
+                run_id=self._run_id,
+                sequence=sequence,
+                version=self.newest,
+                step=step,
+                grants=dict(grants(sequence)),
+                created=time.time(),
+            )
         )
 
     def end(self, *, step: int, reason: str) -> None:
         """Tell producers that the run is over."""
-        self._writer.send(EndOfRun(run_id=self._run_id, version=self.newest, step=step, reason=reason, created=time.time()))
+        self._writer.send(
+            lambda sequence: EndOfRun(
+                run_id=self._run_id, sequence=sequence, version=self.newest, step=step, reason=reason, created=time.time()
+            )
+        )
 
 
-def newest_announced(reader: LogReader, *, topic: str, run_id: str, waiting_s: float, deadline_s: float) -> int:
-    """Read the control topic to its end: the newest version announced for this run, -1 where there is none.
+class Told(NamedTuple):
+    """What the control topic says of a run so far: its newest version and message, -1 where there is none."""
+
+    version: int
+    sequence: int
+
+
+def read_told(reader: LogReader, *, topic: str, run_id: str, waiting_s: float, deadline_s: float) -> Told:
+    """Read the control topic to its end: what was told for this run.
 
     Raises EchoError where the end is not reached within `deadline_s`.
     """
-    newest = -1
+    told = Told(-1, -1)
     reader.assign({(topic, 0): BEGINNING})
-    watch = Watch("the end of the control topic", lambda: f"newest announced so far {newest}", limit_s=waiting_s)
+    watch = Watch("the end of the control topic", lambda: f"newest announced so far {told.version}", limit_s=waiting_s)
     while not reader.at_end():
         for record in reader.read(1000, 0.2):
             watch.progress()
@@ -116,8 +151,8 @@ def newest_announced(reader: LogReader, *, topic: str, run_id: str, waiting_s: f
                 log.warning("control message skipped", error=str(error))
                 continue
             if message.run_id == run_id:
-                newest = max(newest, message.version)
+                told = Told(max(told.version, message.version), max(told.sequence, message.sequence))
         watch.check()
         if watch.waited_s > deadline_s:
             raise EchoError(f"topic {topic!r} was not read to its end within {deadline_s:g} s: is the broker healthy?")
-    return newest
+    return told

@@ -23,6 +23,7 @@ from consumers.ledger import OUTCOME_OF, Reason, Resolution, by_reason
 from consumers.policy import PolicyPublisher
 from consumers.reader import TrajectoryReader
 from echo.config import RunConfig
+from echo.control import Grant
 from echo.journal import Journal
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
@@ -136,9 +137,9 @@ class Trainer:
         """Publish the learner's policy and announce it. `resolved` groups are told with it, never before: a producer that
         had room before it heard of the new version would sample from the old one."""
 
-        def grants() -> dict[str, Any]:
+        def grants(sequence: int) -> dict[str, Grant]:
             self._fleet.groups_resolved(resolved)
-            return self._fleet.take_grants()
+            return self._fleet.take_grants(sequence)
 
         with self._phase("publish"):
             announcement = self._publisher.publish(step=self.step, tensors=self._learner.host_tensors(), grants=grants)

@@ -18,7 +18,7 @@ from consumers.fleet_listener import FleetListener
 from consumers.intake import Intake
 from consumers.learner import Learner
 from consumers.ledger import Ledger
-from consumers.policy import ControlWriter, PolicyPublisher, newest_announced
+from consumers.policy import ControlWriter, PolicyPublisher, Told, read_told
 from consumers.reader import TrajectoryReader
 from consumers.train import Trainer
 from echo import dead_letter
@@ -94,7 +94,8 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
         # From here on an older trainer of this run is fenced, so what it announced can be read to the end.
         writer = ControlWriter(clients.open_control(), names.control)
         opened.callback(writer.close)
-        newest = _newest_announced(run, clients)
+        told = _read_told(run, clients)
+        writer.sequence = told.sequence
         intake = Intake(
             run_id=run.run_id,
             max_staleness=run.max_staleness,
@@ -102,7 +103,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             buffer_bytes=run.batch.buffer_bytes,
             group_deadline_s=run.batch.group_deadline_s,
             ledger=Ledger(range(clients.partitions), restored.get("ledger")),
-            newest_version=newest,
+            newest_version=told.version,
             vocabulary=learner.vocabulary,
             clock=time.monotonic,
         )
@@ -113,7 +114,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             server_url=server_url,
             chunk_bytes=run.weights.chunk_bytes,
             keep=run.versions_kept,
-            newest=newest,
+            newest=told.version,
         )
         dead_letters = clients.open_dead_letters()
         opened.callback(dead_letters.close)
@@ -186,10 +187,10 @@ def _weight_server(run: RunConfig, opened: ExitStack) -> tuple[str, Callable[[],
     return run.weights.url or server.url, check
 
 
-def _newest_announced(run: RunConfig, clients: Clients) -> int:
+def _read_told(run: RunConfig, clients: Clients) -> Told:
     reader = clients.open_reader()
     try:
-        return newest_announced(
+        return read_told(
             reader,
             topic=clients.topics.control,
             run_id=run.run_id,

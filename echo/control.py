@@ -25,10 +25,12 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="announcement"):
     """A policy is durable and servable. `grants` is keyed by producer incarnation; `nbytes` is the size of its tensors.
 
-    step: learner steps behind this version. created: seconds since the epoch.
+    sequence: counts the run's control messages, also over restarts of the trainer. step: learner steps behind this version.
+    created: seconds since the epoch.
     """
 
     run_id: str
+    sequence: int
     version: int
     step: int
     manifest_urls: tuple[str, ...]
@@ -42,6 +44,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     """Grants between announcements: a producer joined or died, or groups were resolved without a new version."""
 
     run_id: str
+    sequence: int
     version: int
     step: int
     grants: dict[str, Grant]
@@ -52,6 +55,7 @@ class EndOfRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     """The run is over: producers finish, flush and exit 0. `reason` is for people."""
 
     run_id: str
+    sequence: int
     version: int
     step: int
     reason: str
@@ -77,6 +81,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     groups_started, groups_published, trajectories, tokens: totals of this incarnation. state: what it does right now.
     busy_seconds: time spent sampling, scoring and publishing, waits left out; with it throughput is what a producer can do, not
     what its window let it do.
+    control_sequence, granted_limit: the control message whose grant is in force (-1 before the first), and what it comes to:
+    the incarnation may begin groups until `groups_started` reaches this limit. The trainer gives the room of one
+    producer to another only when it knows from here that the first will not use it.
     last_pull_error: why the newest version is not served yet; "" when all is well. metrics_url: where Prometheus finds it.
     """
 
@@ -87,6 +94,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     state: str
     serving: int
     announced: int
+    control_sequence: int
+    granted_limit: int
     groups_started: int
     groups_published: int
     trajectories: int

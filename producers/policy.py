@@ -34,14 +34,13 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 class ControlState:
     """What the control topic says about our run up to here.
 
-    announcement: the newest policy. grant: what our incarnation was granted by the last message that carries grants; None
-    where that one does not name us. end: the end of the run, unless it was resumed after it. granted_at: when the
-    grants were told, seconds since the epoch.
+    announcement: the newest policy. sequence: number of the last message that carries grants, -1 before the first.
+    grant: what it granted our incarnation, None where it does not name us. end: the end of the run, unless it was resumed after it.
     """
 
     announcement: Announcement | None = None
+    sequence: int = -1
     grant: Grant | None = None
-    granted_at: float | None = None
     end: EndOfRun | None = None
 
 
@@ -152,7 +151,8 @@ class PolicyListener:
             self._read = replace(state, end=message)
             return
         # One partition and one fenced writer: the log's order is the order. Each message names every grant in force.
-        state = replace(state, grant=message.grants.get(self._incarnation), granted_at=message.created)
+        grant = message.grants.get(self._incarnation)
+        state = replace(state, sequence=message.sequence, grant=grant)
         if isinstance(message, Announcement):
             newest = state.announcement
             higher = newest is None or message.version > newest.version

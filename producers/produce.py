@@ -185,7 +185,7 @@ class ProduceLoop:
                 watch.check()
 
     def _room(self, state: ControlState) -> int:
-        self._window.granted(state.grant)
+        self._window.granted(state.grant, state.sequence)
         self._metrics.window.set(self._window.grant.window)
         self._metrics.outstanding.set(self._window.outstanding)
         if state.announcement is None:
@@ -364,6 +364,8 @@ class ProduceLoop:
 
     def _status(self, sequence: int, leaving: bool) -> Heartbeat:
         announced = self._listener.state.announcement
+        # Before `started` is read: groups that the loop begins in between are then counted, and never left out.
+        control_sequence, granted_limit = self._window.sequence, self._window.limit
         return Heartbeat(
             run_id=self._run.run_id,
             producer_id=self._producer_id,
@@ -372,6 +374,8 @@ class ProduceLoop:
             state="leaving" if leaving else self.state,
             serving=self._engine.policy_version,
             announced=announced.version if announced is not None else -1,
+            control_sequence=control_sequence,
+            granted_limit=granted_limit,
             groups_started=self._window.started,
             groups_published=self._publisher.groups_acknowledged,
             trajectories=self._sequence,

@@ -20,6 +20,8 @@ class Window:
         self._max_staleness = max_staleness
         self._publish_every = publish_every
         self._grant = UNTIL_GRANTED
+        self.sequence = -1
+        """The control message whose grant is in force, -1 before the first."""
         self.started = 0
 
     @property
@@ -31,12 +33,18 @@ class Window:
         """Groups begun that the trainer has not resolved; never negative."""
         return max(0, self.started - self._grant.resolved)
 
-    def granted(self, grant: Grant | None) -> None:
-        """The newest grant in force; None falls back to the window of an unknown incarnation.
+    @property
+    def limit(self) -> int:
+        """What `started` may reach under the grant in force."""
+        return self._grant.resolved + self._grant.window
+
+    def granted(self, grant: Grant | None, sequence: int) -> None:
+        """The newest grant in force, of this control message; None falls back to the window of an unknown incarnation.
 
         What was resolved stays resolved, so a producer that is forgotten is held back and not stuck.
         """
         self._grant = grant if grant is not None else Grant(window=UNTIL_GRANTED.window, resolved=self._grant.resolved)
+        self.sequence = sequence
 
     def begin(self, groups: int) -> None:
         """These groups are sampled now."""

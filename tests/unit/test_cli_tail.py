@@ -140,7 +140,14 @@ def test_the_last_messages_of_a_transactional_topic(show: Show, broker: str, nam
     producer = TransactionalProducer({"bootstrap.servers": broker}, transactional_id=names.control, client_id="test")
     for version in range(40):
         message = control.Announcement(
-            run_id="run-a", version=version, step=version, manifest_urls=(), manifest_digest="d", nbytes=1, created=1.0
+            run_id="run-a",
+            sequence=0,
+            version=version,
+            step=version,
+            manifest_urls=(),
+            manifest_digest="d",
+            nbytes=1,
+            created=1.0,
         )
         producer.send(names.control, [(control.key(message), control.encode(message))])
     producer.close()
@@ -157,6 +164,8 @@ def test_heartbeats_and_dead_letters(show: Show, producer: KafkaLogProducer, nam
         state="sampling",
         serving=3,
         announced=4,
+        control_sequence=0,
+        granted_limit=9,
         groups_started=1,
         groups_published=1,
         trajectories=8,

@@ -8,6 +8,7 @@ from echo.errors import ControlError
 
 ANNOUNCEMENT = Announcement(
     run_id="r",
+    sequence=0,
     version=3,
     step=6,
     manifest_urls=("http://127.0.0.1:1/m",),
@@ -24,6 +25,8 @@ HEARTBEAT = Heartbeat(
     state="sampling",
     serving=2,
     announced=3,
+    control_sequence=0,
+    granted_limit=9,
     groups_started=1,
     groups_published=1,
     trajectories=8,
@@ -39,8 +42,8 @@ HEARTBEAT = Heartbeat(
     "message",
     [
         ANNOUNCEMENT,
-        Progress(run_id="r", version=3, step=6, grants={}, created=1.0),
-        EndOfRun(run_id="r", version=3, step=6, reason="done", created=1.0),
+        Progress(run_id="r", sequence=0, version=3, step=6, grants={}, created=1.0),
+        EndOfRun(run_id="r", sequence=0, version=3, step=6, reason="done", created=1.0),
     ],
 )
 def test_control_messages_round_trip(message: control.ControlMessage) -> None:
@@ -55,8 +58,8 @@ def test_heartbeats_and_requests_round_trip() -> None:
 
 
 def test_compaction_keeps_the_newest_of_each_type_per_run() -> None:
-    end = EndOfRun(run_id="r", version=3, step=6, reason="done", created=1.0)
-    progress = Progress(run_id="r", version=3, step=6, grants={}, created=1.0)
+    end = EndOfRun(run_id="r", sequence=0, version=3, step=6, reason="done", created=1.0)
+    progress = Progress(run_id="r", sequence=0, version=3, step=6, grants={}, created=1.0)
     assert len({control.key(message) for message in (ANNOUNCEMENT, end, progress)}) == 3
 
 

@@ -1,7 +1,13 @@
 """Who lives, what each may have outstanding: windows follow throughput, a dead producer's share returns to the others."""
 
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from consumers.fleet import Fleet
 from echo.control import Grant, Heartbeat
+from producers.window import Window
 
 
 class Clock:
@@ -20,6 +26,8 @@ def beat(name: str, sequence: int, *, published: int = 0, created: float | None 
         "state": "sampling",
         "serving": 1,
         "announced": 1,
+        "control_sequence": -1,
+        "granted_limit": 1,
         "groups_started": published,
         "groups_published": published,
         "trajectories": 0,
@@ -102,3 +110,62 @@ def test_resolved_groups_are_told_and_survive_a_restart() -> None:
     again = Fleet(run_id="r", total_window=12, dead_after_s=30, clock=Clock(), resolved=fleet.resolved())
     again.hear(beat("a.1", 1, published=5))
     assert again.grants() == {"a.1": Grant(window=12, resolved=3)}
+
+
+def test_room_changes_hands_only_when_its_holder_can_not_use_it_any_more() -> None:
+    """One producer was granted all; a second joins, and gets what the first has shown to be free."""
+    fleet = make_fleet(Clock(), total=12)
+    fleet.hear(beat("a.1", 0))
+    first = fleet.grants()
+    assert first["a.1"].window == 12
+    fleet.granted(0, first)
+    fleet.hear(beat("b.1", 0))
+    second = fleet.grants()
+    assert (second["a.1"].window, second["b.1"].window) == (6, 1)
+    fleet.granted(1, second)
+    # It had begun 4 groups when the new grant came into force: 6 is its limit now, and 6 are free.
+    fleet.hear(beat("a.1", 1, groups_started=4, control_sequence=1, granted_limit=6))
+    assert fleet.grants()["b.1"].window == 6
+
+
+@given(st.data())
+def test_outstanding_groups_stay_within_the_window_whatever_is_late(data: st.DataObject) -> None:
+    """Producers join at any time and are as fast as they like; messages and heartbeats are as late as they like, in order."""
+    total = data.draw(st.integers(1, 12), label="total window")
+    fleet = make_fleet(Clock(), total)
+    windows: dict[str, Window] = {}
+    read: dict[str, int] = {}
+    log: list[tuple[int, dict[str, Grant]]] = []
+    beats: deque[Heartbeat] = deque()
+    resolved: dict[str, int] = {}
+    sequences: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(["join", "begin", "begin", "listen", "beat", "hear", "tell", "resolve"]))
+        if action == "join" and len(windows) < 4:
+            name = f"p{len(windows)}.1"
+            windows[name], read[name], resolved[name], sequences[name] = Window(0), 0, 0, 0
+        elif action == "tell":
+            grants = fleet.grants()
+            fleet.granted(len(log), grants)
+            log.append((len(log), grants))
+        elif action == "hear" and beats:
+            fleet.hear(beats.popleft())
+        elif windows:
+            name = data.draw(st.sampled_from(sorted(windows)))
+            window = windows[name]
+            if action == "begin":
+                window.begin(data.draw(st.integers(0, window.room(0, 0))))
+            elif action == "listen" and read[name] < len(log):
+                sequence, grants = log[read[name]]
+                read[name] += 1
+                window.granted(grants.get(name), sequence)
+            elif action == "beat":
+                sequences[name] += 1
+                state = {"control_sequence": window.sequence, "granted_limit": window.limit, "groups_started": window.started}
+                published = data.draw(st.integers(resolved[name], window.started))
+                beats.append(beat(name, sequences[name], **{**state, "groups_published": published}))  # type: ignore[arg-type]
+            elif action == "resolve" and resolved[name] < window.started:
+                resolved[name] += 1
+                fleet.group_resolved(name)
+        outstanding = sum(windows[name].started - resolved[name] for name in windows)
+        assert outstanding <= total + len(windows)

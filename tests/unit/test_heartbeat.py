@@ -22,6 +22,8 @@ def status(sequence: int, leaving: bool) -> Heartbeat:
         state="testing",
         serving=3,
         announced=3,
+        control_sequence=0,
+        granted_limit=9,
         groups_started=0,
         groups_published=0,
         trajectories=0,

@@ -18,6 +18,7 @@ RUN, ME = "run", "p0-1234"
 def announcement(version: int, **grants: Grant) -> Announcement:
     return Announcement(
         run_id=RUN,
+        sequence=0,
         version=version,
         step=version,
         manifest_urls=("http://127.0.0.1:1",),
@@ -30,11 +31,11 @@ def announcement(version: int, **grants: Grant) -> Announcement:
 
 def progress(step: int, created: float = 0.0, **grants: Grant) -> Progress:
     named = {name.replace("_", "-"): grant for name, grant in grants.items()}
-    return Progress(run_id=RUN, version=0, step=step, grants=named, created=created)
+    return Progress(run_id=RUN, sequence=0, version=0, step=step, grants=named, created=created)
 
 
 def end() -> EndOfRun:
-    return EndOfRun(run_id=RUN, version=0, step=9, reason="done", created=0.0)
+    return EndOfRun(run_id=RUN, sequence=0, version=0, step=9, reason="done", created=0.0)
 
 
 class ScriptedReader:
@@ -170,7 +171,7 @@ def test_grants_that_do_not_name_us_withdraw_ours(reader: ScriptedReader, listen
 
 
 def test_what_cannot_be_read_or_is_not_ours_is_passed_over(reader: ScriptedReader, listener: PolicyListener) -> None:
-    foreign = EndOfRun(run_id="other", version=0, step=0, reason="", created=0.0)
+    foreign = EndOfRun(run_id="other", sequence=0, version=0, step=0, reason="", created=0.0)
     reader.give(announcement(1), b"\x00junk", b'{"type": "of the future", "run_id": "run"}', foreign)
     assert listener.state.announcement is not None
     assert listener.state.end is None

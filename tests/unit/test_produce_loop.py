@@ -30,6 +30,7 @@ MANY = Grant(window=10**6, resolved=0)
 def announcement(version: int, *, run_id: str = RUN, grants: dict[str, Grant] | None = None) -> Announcement:
     return Announcement(
         run_id=run_id,
+        sequence=0,
         version=version,
         step=version,
         manifest_urls=(f"http://127.0.0.1:1/{version}",),
@@ -41,7 +42,7 @@ def announcement(version: int, *, run_id: str = RUN, grants: dict[str, Grant] | 
 
 
 def end_of_run(run_id: str = RUN) -> EndOfRun:
-    return EndOfRun(run_id=run_id, version=0, step=1, reason="all steps done", created=time.time())
+    return EndOfRun(run_id=run_id, sequence=0, version=0, step=1, reason="all steps done", created=time.time())
 
 
 class MoodyProducer(FakeProducer):
@@ -131,7 +132,7 @@ class Harness:
             self.log.append(NAMES.control, key, value, ())
 
     def grant(self, grant: Grant) -> None:
-        self.tell(Progress(run_id=RUN, version=0, step=0, grants={self.me: grant}, created=time.time()))
+        self.tell(Progress(run_id=RUN, sequence=0, version=0, step=0, grants={self.me: grant}, created=time.time()))
 
     def trajectories(self) -> list[Trajectory]:
         return [codec.decode(record.value) for record in self.log.records(NAMES.trajectories)]
@@ -297,7 +298,7 @@ def test_nothing_begins_above_the_window(make: Callable[..., Harness]) -> None:
 def test_grants_for_others_and_of_other_runs_are_not_ours(make: Callable[..., Harness]) -> None:
     h = make().start()
     h.tell(announcement(0, grants={"p0-other": MANY}))
-    h.tell(Progress(run_id="foreign", version=0, step=0, grants={h.me: MANY}, created=time.time()))
+    h.tell(Progress(run_id="foreign", sequence=0, version=0, step=0, grants={h.me: MANY}, created=time.time()))
     h.wait_until_idle()
     assert len(h.groups()) == 1
 

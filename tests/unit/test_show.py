@@ -51,7 +51,7 @@ def test_headers_that_tell_another_story_than_the_value_are_a_problem() -> None:
 @pytest.mark.parametrize(
     ("role", "message"),
     [
-        ("control", control.EndOfRun(run_id="run-a", version=3, step=3, reason="done", created=1.0)),
+        ("control", control.EndOfRun(run_id="run-a", sequence=0, version=3, step=3, reason="done", created=1.0)),
         (
             "requests",
             control.Request(run_id="run-a", request_id="r", producer="p", version=1, group_ids=(), prompt_ids=(), deadline=1.0),

@@ -221,6 +221,8 @@ def test_progress_tells_a_new_producer_its_window(model_path: str, tmp_path: Pat
         state="waiting",
         serving=0,
         announced=0,
+        control_sequence=0,
+        granted_limit=9,
         groups_started=0,
         groups_published=0,
         trajectories=0,
