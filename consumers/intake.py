@@ -19,7 +19,7 @@ from echo import codec
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
 from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
-from echo.trajectory import incarnation_of
+from echo.trajectory import Trajectory, incarnation_of
 
 # Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 20 MB.
 _REMEMBERED_GROUPS = 100_000
@@ -225,16 +225,16 @@ class Intake:
             return None
         decided = self._decided.get(header.group_id)
         if decided is not None:
-            self._resolve(*where, decided, tokens=header.token_count)
+            self._resolve(*where, decided)
             return None
         low, high = self._seen or (header.min_policy_version, header.max_policy_version)
         self._seen = (min(low, header.min_policy_version), max(high, header.max_policy_version))
         if self._is_stale(header.min_policy_version):
-            self._resolve(*where, Reason.STALE, tokens=header.token_count)
+            self._resolve(*where, Reason.STALE)
             self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.STALE)
             return None
         if self._assembler.holds(header.group_id, header.group_index):
-            self._resolve(*where, Reason.DUPLICATE, tokens=header.token_count)
+            self._resolve(*where, Reason.DUPLICATE)
             return None
         try:
             self._assemble(Member(*where, codec.decode(record.value)), header)
@@ -290,14 +290,15 @@ class Intake:
 
     def _resolve_members(self, members: Iterable[Member], reason: Reason) -> None:
         for member in members:
-            trajectory = member.trajectory
-            self._resolve(member.partition, member.offset, reason, tokens=trajectory.token_count, reward=trajectory.reward)
+            self._resolve(member.partition, member.offset, reason, member.trajectory)
 
-    def _resolve(
-        self, partition: int, offset: int, reason: Reason, *, tokens: int | None = None, reward: float | None = None
-    ) -> None:
+    def _resolve(self, partition: int, offset: int, reason: Reason, decoded: Trajectory | None = None) -> None:
         self._ledger.resolve(partition, offset, reason)
-        self._resolutions.append(Resolution(partition, offset, reason, tokens, reward))
+        if decoded is None:
+            resolution = Resolution(partition, offset, reason)
+        else:
+            resolution = Resolution(partition, offset, reason, len(decoded.completion_ids), decoded.reward, decoded.task)
+        self._resolutions.append(resolution)
 
 
 def _reason(error: RecordError) -> Reason:

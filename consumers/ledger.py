@@ -104,16 +104,13 @@ class Ledger:
             number: _PartitionLedger(positions.get(number, 0), above.get(number, ()))
             for number in sorted({*partitions, *positions})
         }
-        self._pending = 0
-
-    @property
-    def read(self) -> int:
-        """Records read in this lineage: those resolved before the checkpoint, and those read since."""
-        return sum(self.resolved.values()) + self._pending
+        self.read = sum(self.resolved.values())
+        """Records read in this lineage: those resolved before the checkpoint, and those read since. Counted for itself, so that
+        `read = trained + dropped + dead_lettered + pending` can fail."""
 
     @property
     def pending(self) -> int:
-        return self._pending
+        return sum(len(ledger.pending) for ledger in self._partitions.values())
 
     def count(self, outcome: Outcome) -> int:
         return sum(n for reason, n in self.resolved.items() if OUTCOME_OF[reason] == outcome)
@@ -130,7 +127,7 @@ class Ledger:
         ledger.order.append(offset)
         if not done:
             ledger.pending.add(offset)
-            self._pending += 1
+            self.read += 1
         return not done
 
     def resolve(self, partition: int, offset: int, reason: Reason) -> None:
@@ -138,7 +135,6 @@ class Ledger:
         ledger = self._partitions[partition]
         assert offset in ledger.pending, f"partition {partition}: offset {offset} is not pending ({reason})"
         ledger.pending.remove(offset)
-        self._pending -= 1
         self.resolved[reason] += 1
 
     def frontiers(self) -> dict[int, int]:
@@ -162,13 +158,14 @@ class Ledger:
 
 
 class Resolution(NamedTuple):
-    """What became of a record; `tokens` and `reward` where they are known."""
+    """What became of a record. The rest where it was decoded: completion length in tokens, reward, task."""
 
     partition: int
     offset: int
     reason: Reason
-    tokens: int | None = None
+    completion: int | None = None
     reward: float | None = None
+    task: str | None = None
 
 
 def by_reason(resolutions: Iterable[Resolution]) -> dict[str, dict[str, list[Interval]]]:
