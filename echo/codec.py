@@ -7,9 +7,12 @@ all that a consumer needs to decide without touching the value:
 
     schema  run  trajectory  group  group_size  group_index  min_version  max_version  tokens
 
-Value: a MessagePack map of the fields of `Trajectory`. An array is the map {"dtype": "<i4", "data": bytes}: raw,
-little-endian, one-dimensional. Token ids take the narrowest of uint16 and uint32 that holds them; `loss_mask` is nil where
-every token counts.
+Value: a MessagePack map of the fields of `Trajectory`. An array is the map {"dtype": "<f4", "data": bytes}: raw,
+little-endian, one-dimensional. `loss_mask` is nil where every token counts. Token ids are "<u2" where all are below 2**16 and
+"<u4" where one is above 2**24; between them, as for most vocabularies, they are split, so that three bytes hold an id and
+the high ones, mostly 0, compress well: {"dtype": "<u2", "data": low 16 bits, "high": one byte per id, bits 16 to 23}:
+
+    ids = np.frombuffer(array["data"], "<u2") + 65536 * np.frombuffer(array["high"], "u1").astype("i4")
 
 Compatibility. The schema is MAJOR.MINOR. A minor step may add fields, which older readers ignore and newer readers
 default; it never changes or removes one. A major step may do anything, and a reader refuses majors it does not know
@@ -32,8 +35,14 @@ SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
 
 Headers = list[tuple[str, bytes]]
 
-_TOKEN_DTYPES = {"<u2", "<u4", "<i4"}
-_LOGPROB_DTYPES = {"<f4", "<f2"}
+_TOKEN_DTYPES = ("<u2", "<u4")
+_LOGPROB_DTYPES = ("<f4", "<f2")
+
+MAX_NAME_BYTES = 1024
+"""Of each of a record's run, trajectory and group ids: readers keep the ids of groups in memory."""
+
+_MAX_TOKEN_ID = 2**31 - 1
+_MAX_SCHEMA_CHARS = 20
 
 
 class EncodedRecord(NamedTuple):
@@ -57,9 +66,10 @@ class RecordHeader(NamedTuple):
     token_count: int
 
 
-class _Array(msgspec.Struct):
+class _Array(msgspec.Struct, omit_defaults=True):
     dtype: str
     data: bytes
+    high: bytes | None = None
 
 
 class _Value(msgspec.Struct, kw_only=True):
@@ -103,6 +113,12 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
     if wrong:
         raise CorruptRecordError(f"trajectory {trajectory.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
     t = trajectory
+    run, name, group = t.run_id.encode(), t.trajectory_id.encode(), t.group_id.encode()
+    longest = max(len(run), len(name), len(group))
+    if longest > MAX_NAME_BYTES:
+        raise CorruptRecordError(
+            f"an id of trajectory {name[:40]!r}... has {longest} bytes, at most {MAX_NAME_BYTES} are allowed"
+        )
     value = _Value(
         schema=SCHEMA,
         run_id=t.run_id,
@@ -112,8 +128,8 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
         group_index=t.group_index,
         task=t.task,
         prompt_id=t.prompt_id,
-        prompt_ids=_pack_ids(t.prompt_ids),
-        completion_ids=_pack_ids(t.completion_ids),
+        prompt_ids=_pack_ids("prompt_ids", t.prompt_ids),
+        completion_ids=_pack_ids("completion_ids", t.completion_ids),
         logprobs=_pack_logprobs(t.logprobs),
         loss_mask=None if t.loss_mask.all() else _Array("|b1", np.ascontiguousarray(t.loss_mask, dtype="|b1").tobytes()),
         spans=list(t.spans),
@@ -130,16 +146,16 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
     )
     headers: Headers = [
         ("schema", SCHEMA.encode()),
-        ("run", t.run_id.encode()),
-        ("trajectory", t.trajectory_id.encode()),
-        ("group", t.group_id.encode()),
+        ("run", run),
+        ("trajectory", name),
+        ("group", group),
         ("group_size", b"%d" % t.group_size),
         ("group_index", b"%d" % t.group_index),
         ("min_version", b"%d" % t.min_policy_version),
         ("max_version", b"%d" % t.max_policy_version),
         ("tokens", b"%d" % t.token_count),
     ]
-    return EncodedRecord(t.group_id.encode(), headers, _encoder.encode(value))
+    return EncodedRecord(group, headers, _encoder.encode(value))
 
 
 def decode_headers(headers: Iterable[tuple[str, bytes | None]] | None) -> RecordHeader:
@@ -173,7 +189,8 @@ def check_schema(schema: bytes | str | None) -> None:
     """Raise SchemaError unless this reader knows the schema's major version."""
     text = schema.decode("ascii", "replace") if isinstance(schema, bytes) else str(schema)
     major, _, minor = text.partition(".")
-    if not (major.isdigit() and minor.isdigit()):
+    # isdigit() alone would take digits of other scripts, and more of them than int() reads.
+    if not (major.isdigit() and minor.isdigit() and text.isascii() and len(text) <= _MAX_SCHEMA_CHARS):
         raise SchemaError(f"schema {text[:40]!r} is not MAJOR.MINOR")
     if int(major) != SCHEMA_MAJOR:
         raise SchemaError(f"schema {text} has major version {major}, this reader knows {SCHEMA_MAJOR}: upgrade it")
@@ -193,11 +210,11 @@ def decode(value: bytes | None) -> Trajectory:
         check_schema(_schema_of(value))
         raise CorruptRecordError(f"the value is not a record of schema {SCHEMA}: {error}") from None
     check_schema(wire.schema)
-    completion_ids = _unpack("completion_ids", wire.completion_ids, _TOKEN_DTYPES).astype(np.int32, copy=False)
+    completion_ids = _unpack_ids("completion_ids", wire.completion_ids)
     mask = (
         np.ones(len(completion_ids), dtype=np.bool_)
         if wire.loss_mask is None
-        else _unpack("loss_mask", wire.loss_mask, {"|b1"})
+        else _unpack("loss_mask", wire.loss_mask, ("|b1",))
     )
     trajectory = Trajectory(
         run_id=wire.run_id,
@@ -207,7 +224,7 @@ def decode(value: bytes | None) -> Trajectory:
         group_index=wire.group_index,
         task=wire.task,
         prompt_id=wire.prompt_id,
-        prompt_ids=_unpack("prompt_ids", wire.prompt_ids, _TOKEN_DTYPES).astype(np.int32, copy=False),
+        prompt_ids=_unpack_ids("prompt_ids", wire.prompt_ids),
         completion_ids=completion_ids,
         logprobs=_unpack("logprobs", wire.logprobs, _LOGPROB_DTYPES),
         loss_mask=mask,
@@ -247,21 +264,28 @@ def header_of(trajectory: Trajectory) -> RecordHeader:
 def _text(raw: bytes | None) -> str:
     if raw is None:
         raise ValueError("null")
+    if len(raw) > MAX_NAME_BYTES:
+        raise ValueError(f"{raw[:40]!r}... has {len(raw)} bytes, at most {MAX_NAME_BYTES} are allowed")
     return raw.decode()
 
 
 def _count(raw: bytes | None) -> int:
     # int() alone would take "+1", "1_0" and blanks, and digits without end.
     if raw is None or len(raw) > 19 or not raw.isdigit():
-        raise ValueError(f"{raw!r} is not a count")
+        raise ValueError(f"{raw if raw is None else raw[:40]!r} is not a count")
     return int(raw)
 
 
-def _pack_ids(ids: npt.NDArray[np.int32]) -> _Array:
-    if len(ids) and (int(ids.min()) < 0):
-        raise CorruptRecordError(f"token id {int(ids.min())} is negative")
-    dtype = "<u2" if len(ids) == 0 or int(ids.max()) < 2**16 else "<u4"
-    return _Array(dtype, ids.astype(dtype).tobytes())
+def _pack_ids(name: str, ids: npt.NDArray[np.int32]) -> _Array:
+    ids = np.ascontiguousarray(ids, dtype="<i4")
+    highest = int(np.maximum.reduce(ids.view("<u4"))) if len(ids) else 0
+    if highest > _MAX_TOKEN_ID:
+        raise CorruptRecordError(f"{name} holds a negative token id")
+    if highest < 2**16:
+        return _Array("<u2", ids.astype("<u2").tobytes())
+    if highest < 2**24:
+        return _Array("<u2", ids.view("<u2")[::2].tobytes(), ids.view("u1")[2::4].tobytes())
+    return _Array("<u4", ids.tobytes())
 
 
 def _pack_logprobs(logprobs: npt.NDArray[Any]) -> _Array:
@@ -269,18 +293,32 @@ def _pack_logprobs(logprobs: npt.NDArray[Any]) -> _Array:
     return _Array(dtype, logprobs.astype(dtype, copy=False).tobytes())
 
 
-def _unpack(name: str, array: _Array, allowed: set[str]) -> npt.NDArray[Any]:
+def _unpack(name: str, array: _Array, allowed: tuple[str, ...]) -> npt.NDArray[Any]:
+    """The values as they lie in the record. `high` belongs to token ids and is left to `_unpack_ids`."""
     if array.dtype not in allowed:
-        raise CorruptRecordError(f"{name} has dtype {array.dtype[:20]!r}, not one of {', '.join(sorted(allowed))}")
+        raise CorruptRecordError(f"{name} has dtype {array.dtype[:20]!r}, not one of {', '.join(allowed)}")
     dtype = np.dtype(array.dtype)
     if len(array.data) % dtype.itemsize:
         raise CorruptRecordError(f"{name} has {len(array.data)} bytes, not a multiple of {dtype.itemsize}")
     values = np.frombuffer(array.data, dtype=dtype)
-    if dtype.kind == "u" and len(values) and int(values.max()) > np.iinfo(np.int32).max:
-        raise CorruptRecordError(f"{name} holds a token id above 2**31 - 1")
     if dtype.kind == "b" and len(values) and np.frombuffer(array.data, dtype="u1").max() > 1:
         raise CorruptRecordError(f"{name} holds a byte other than 0 and 1")
     return values
+
+
+def _unpack_ids(name: str, array: _Array) -> npt.NDArray[np.int32]:
+    values = _unpack(name, array, _TOKEN_DTYPES)
+    if array.high is None:
+        if array.dtype == "<u4" and len(values) and int(np.maximum.reduce(values)) > _MAX_TOKEN_ID:
+            raise CorruptRecordError(f"{name} holds a token id above {_MAX_TOKEN_ID}")
+        return values.astype(np.int32)
+    if array.dtype != "<u2" or len(array.high) != len(values):
+        raise CorruptRecordError(f"{name} has {len(array.high)} high bytes for {len(values)} values of dtype {array.dtype}")
+    ids = np.empty(len(values), dtype="<i4")
+    halves = ids.view("<u2")
+    halves[::2] = values
+    halves[1::2] = np.frombuffer(array.high, dtype="u1")
+    return ids.astype(np.int32, copy=False)
 
 
 class _SchemaOnly(msgspec.Struct):

@@ -12,6 +12,7 @@ A worked example, a completion of four tokens during which the weights changed o
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,15 @@ import numpy.typing as npt
 
 FINISH_REASONS = ("stop", "length", "abort")
 LOGPROB_MODES = ("processed", "raw")
+
+# What a record's small fields may hold, so that one record can't take much more memory than buffers count, nor overflow what
+# the learner computes from it together with others of its batch.
+MAX_TEXT_CHARS = 8192
+MAX_REWARD_COMPONENTS = 256
+MAX_REWARD = 1e30
+MAX_VERSION = 2**53
+# A probability of 1 may come out a little above it.
+_LOGPROB_ROUNDING = 1e-3
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +57,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     group_size, group_index: the group has `group_size` members, this one is `group_index` in [0, group_size).
     task, prompt_id: which task asked, and which of its prompts.
     prompt_ids: int32 (P,). completion_ids: int32 (C,).
-    logprobs: float32 or float16 (C,), natural log, finite, <= 0 up to rounding.
+    logprobs: float32 or float16 (C,), natural log, finite, <= 0 up to rounding (1e-3).
     loss_mask: bool (C,), True where the policy sampled the token.
     spans: ((start_token, policy_version), ...), the first starts at 0, starts and versions rise strictly.
-    reward and its components; finish_reason as in FINISH_REASONS.
+    reward and its components, finite and within +-MAX_REWARD; finish_reason as in FINISH_REASONS. All text together has at
+    most MAX_TEXT_CHARS characters.
     producer_id names the process, sequence_number counts its trajectories from 0.
     started_at, finished_at: seconds since the epoch.
     """
@@ -95,7 +106,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def nbytes(self) -> int:
         """Memory held by the arrays, with an allowance for the small fields: what buffers count."""
         arrays = self.prompt_ids.nbytes + self.completion_ids.nbytes + self.logprobs.nbytes + self.loss_mask.nbytes
-        return arrays + SMALL_FIELDS_BYTES
+        return arrays + SMALL_FIELDS_BYTES + SPAN_BYTES * len(self.spans)
 
     def token_versions(self) -> npt.NDArray[np.int64]:
         """The policy version of every completion token, int64 (C,)."""
@@ -106,6 +117,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 # Measured: a decoded record's strings, floats, spans and array headers take 1.6 to 2.1 KB.
 SMALL_FIELDS_BYTES = 2048
+SPAN_BYTES = 128
 
 
 def trajectory_id(run_id: str, incarnation: str, counter: int) -> str:
@@ -141,16 +153,37 @@ def problems(trajectory: Trajectory) -> list[str]:
     for name in ("logprobs", "loss_mask"):
         if len(getattr(t, name)) != completion:
             found.append(f"{name} has {len(getattr(t, name))} values for {completion} completion tokens")
-    if not np.isfinite(t.logprobs).all():
-        found.append("logprobs holds NaN or infinity")
-    if not np.isfinite(t.reward):
+    found.extend(_logprob_problems(t.logprobs))
+    if not abs(t.reward) <= MAX_REWARD:
         found.append(f"reward is {t.reward}")
-    if not all(np.isfinite(value) for value in t.reward_components.values()):
-        found.append("reward_components holds NaN or infinity")
+    if t.reward_components and not all(abs(value) <= MAX_REWARD for value in t.reward_components.values()):
+        found.append("reward_components holds NaN, infinity or a value beyond +-1e30")
+    if len(t.reward_components) > MAX_REWARD_COMPONENTS:
+        found.append(f"reward_components has {len(t.reward_components)} entries, at most {MAX_REWARD_COMPONENTS} are allowed")
     if t.finish_reason not in FINISH_REASONS:
-        found.append(f"finish_reason {t.finish_reason!r} is none of {', '.join(FINISH_REASONS)}")
+        found.append(f"finish_reason {t.finish_reason[:40]!r} is none of {', '.join(FINISH_REASONS)}")
+    if not 0 < t.sampling.temperature < math.inf:
+        found.append(f"sampling.temperature is {t.sampling.temperature}")
+    if t.sampling.logprob_mode not in LOGPROB_MODES:
+        found.append(f"sampling.logprob_mode {t.sampling.logprob_mode[:40]!r} is none of {', '.join(LOGPROB_MODES)}")
+    text = len(t.run_id) + len(t.trajectory_id) + len(t.group_id) + len(t.task) + len(t.prompt_id) + len(t.engine)
+    text += len(t.model) + len(t.producer_id) + sum(map(len, t.reward_components))
+    if text > MAX_TEXT_CHARS:
+        found.append(f"the text fields have {text} characters, at most {MAX_TEXT_CHARS} are allowed")
     found.extend(span_problems(t.spans, completion))
     return found
+
+
+def _logprob_problems(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
+    if len(logprobs) == 0:
+        return []
+    # NaN wins in both, so that two passes find it and both infinities.
+    lowest, highest = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
+    if not (lowest > -math.inf and highest < math.inf):
+        return ["logprobs holds NaN or infinity"]
+    if highest > _LOGPROB_ROUNDING:
+        return [f"logprobs holds {highest}: a logarithm of a probability is not above 0"]
+    return []
 
 
 def span_problems(spans: Sequence[tuple[int, int]], completion: int) -> list[str]:
@@ -158,8 +191,8 @@ def span_problems(spans: Sequence[tuple[int, int]], completion: int) -> list[str
     if not spans or spans[0][0] != 0:
         return ["spans do not start at token 0"]
     found = []
-    if any(version < 0 for _, version in spans):
-        found.append("spans hold a negative policy version")
+    if any(not 0 <= version <= MAX_VERSION for _, version in spans):
+        found.append("spans hold a negative policy version, or one above 2**53")
     if any(b[0] <= a[0] or b[1] <= a[1] for a, b in itertools.pairwise(spans)):
         found.append("spans do not rise strictly in token and version")
     if spans[-1][0] >= max(completion, 1):

@@ -13,7 +13,7 @@ from echo.trajectory import Sampling, Trajectory
 from tests.helpers import make_trajectory
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
-finite = st.floats(allow_nan=False, allow_infinity=False)
+finite = st.floats(-1e30, 1e30)
 
 
 @st.composite
@@ -23,7 +23,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     versions = sorted(draw(st.sets(st.integers(0, 10**6), min_size=len(starts) + 1, max_size=len(starts) + 1)))
     size = draw(st.integers(1, 8))
     dtype = draw(st.sampled_from([np.float32, np.float16]))
-    ids = st.integers(0, 2**31 - 1)
+    # Each of the three layouts of token ids.
+    ids = st.integers(0, draw(st.sampled_from([2**16 - 1, 2**24 - 1, 2**31 - 1])))
     return make_trajectory(
         run_id=draw(names),
         trajectory_id=draw(names),
@@ -65,9 +66,46 @@ def test_plain_msgpack_reads_a_record() -> None:
     plain = msgpack.unpackb(codec.encode(trajectory).value)
     assert plain["schema"] == "1.0"
     assert plain["spans"] == [[0, 0]]
-    array = plain["completion_ids"]
-    assert np.frombuffer(array["data"], np.dtype(array["dtype"])).tolist() == [1, 70_000]
+    low, high = plain["completion_ids"]["data"], plain["completion_ids"]["high"]
+    assert plain["completion_ids"]["dtype"] == "<u2"
+    assert (np.frombuffer(low, "<u2") + 65536 * np.frombuffer(high, "u1").astype("i4")).tolist() == [1, 70_000]
+    prompt = plain["prompt_ids"]
+    assert np.frombuffer(prompt["data"], prompt["dtype"]).tolist() == [5, 6, 7]
+    assert "high" not in prompt
     assert np.frombuffer(plain["loss_mask"]["data"], plain["loss_mask"]["dtype"]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("highest", "dtype", "bytes_per_id"), [(2**16 - 1, "<u2", 2), (2**16, "<u2", 3), (2**24 - 1, "<u2", 3), (2**24, "<u4", 4)]
+)
+def test_ids_take_as_few_bytes_as_their_highest_needs(highest: int, dtype: str, bytes_per_id: int) -> None:
+    ids = [0, 1, highest]
+    record = codec.encode(make_trajectory(prompt_ids=ids))
+    array = msgpack.unpackb(record.value)["prompt_ids"]
+    assert (array["dtype"], len(array["data"]) + len(array.get("high", b""))) == (dtype, len(ids) * bytes_per_id)
+    assert codec.decode(record.value).prompt_ids.tolist() == ids
+
+
+def test_plain_uint32_ids_are_read_whatever_their_size() -> None:
+    """A foreign writer need not split."""
+    plain = msgpack.unpackb(codec.encode(make_trajectory()).value)
+    plain["completion_ids"] = {"dtype": "<u4", "data": np.array([17, 4, 9, 2], "<u4").tobytes()}
+    assert_same(make_trajectory(), codec.decode(msgpack.packb(plain)))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        {"dtype": "<u2", "data": b"\0" * 8, "high": b"\0" * 3},
+        {"dtype": "<u4", "data": b"\0" * 16, "high": b"\0" * 4},
+        {"dtype": "<u2", "data": b"\0" * 7},
+        {"dtype": "<u4", "data": b"\xff" * 16},
+    ],
+)
+def test_ids_whose_bytes_do_not_fit_are_refused(array: dict[str, object]) -> None:
+    plain = msgpack.unpackb(codec.encode(make_trajectory()).value) | {"completion_ids": array}
+    with pytest.raises(CorruptRecordError, match="completion_ids"):
+        codec.decode(msgpack.packb(plain))
 
 
 def test_a_newer_minor_schema_with_unknown_fields_is_read() -> None:
@@ -84,6 +122,26 @@ def test_an_unknown_major_schema_is_refused_by_headers_and_by_value() -> None:
     value = {"schema": "2.0", "everything": "else"}
     with pytest.raises(SchemaError, match="major version 2"):
         codec.decode(msgpack.packb(value))
+
+
+@pytest.mark.parametrize("schema", ["1", "1.x", "\u00b2.1", "\uff11.0", "9" * 5000 + ".0", "1.0\n", ""])
+def test_a_schema_that_is_no_version_is_refused_by_headers_and_by_value(schema: str) -> None:
+    """Also where int() and isdigit() are of another opinion."""
+    record = codec.encode(make_trajectory())
+    headers = [(name, schema.encode() if name == "schema" else value) for name, value in record.headers]
+    with pytest.raises(SchemaError, match="is not MAJOR"):
+        codec.decode_headers(headers)
+    with pytest.raises(SchemaError, match="is not MAJOR"):
+        codec.decode(msgpack.packb(msgpack.unpackb(record.value) | {"schema": schema}))
+
+
+def test_ids_are_short_enough_to_be_remembered() -> None:
+    long = "g" * (codec.MAX_NAME_BYTES + 1)
+    with pytest.raises(CorruptRecordError, match="1025 bytes"):
+        codec.encode(make_trajectory(group_id=long))
+    headers = [(name, long.encode() if name == "group" else v) for name, v in codec.encode(make_trajectory()).headers]
+    with pytest.raises(CorruptRecordError, match="1025 bytes"):
+        codec.decode_headers(headers)
 
 
 @pytest.mark.parametrize("missing", [name for name, _ in codec.encode(make_trajectory()).headers])
@@ -105,6 +163,9 @@ def test_a_header_that_is_no_count_is_refused(value: bytes | None) -> None:
     [
         ({"logprobs": np.array([np.nan] * 4, np.float32)}, "logprobs"),
         ({"logprobs": np.zeros(3, np.float32)}, "logprobs"),
+        ({"logprobs": np.array([0, 0, 0, -np.inf], np.float16)}, "logprobs"),
+        ({"logprobs": np.array([0, np.inf, 0, 0], np.float32)}, "logprobs"),
+        ({"logprobs": np.array([0, 0.01, 0, 0], np.float32)}, "not above 0"),
         ({"loss_mask": np.ones(5, np.bool_)}, "loss_mask"),
         ({"completion_ids": []}, "completion_ids"),
         ({"prompt_ids": []}, "prompt_ids"),
@@ -114,7 +175,15 @@ def test_a_header_that_is_no_count_is_refused(value: bytes | None) -> None:
         ({"spans": ((0, 3), (2, 3))}, "spans"),
         ({"spans": ((0, 3), (4, 5))}, "span"),
         ({"spans": ((0, -1),)}, "negative"),
+        ({"spans": ((0, 2**63),)}, "above"),
         ({"reward": float("inf")}, "reward"),
+        ({"reward": float("nan")}, "reward"),
+        ({"reward": 1e31}, "reward"),
+        ({"reward_components": {str(n): 0.0 for n in range(257)}}, "257 entries"),
+        ({"task": "t" * 9000}, "text fields"),
+        ({"sampling": Sampling(max_tokens=4, temperature=0.0)}, "temperature"),
+        ({"sampling": Sampling(max_tokens=4, temperature=float("nan"))}, "temperature"),
+        ({"sampling": Sampling(max_tokens=4, logprob_mode="guessed")}, "logprob_mode"),
         ({"reward_components": {"format": float("nan")}}, "reward_components"),
         ({"group_index": 1}, "group_index"),
         ({"finish_reason": "tired"}, "finish_reason"),
