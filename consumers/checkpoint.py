@@ -10,8 +10,8 @@ mean. One folder belongs to one run, and one process writes it at a time.
 
 Atomic: everything is written and synced under a temporary name, then renamed; so a folder named `step-*` is whole, whatever was
 killed when. Verified all the same on load: meta.json carries the blake3 digest of the tensor file and of itself.
-A save at step s supersedes checkpoints of later steps: they are of a lineage that was abandoned (a damaged one that the run
-went on without, or the run's earlier life when it was started over).
+A start from step s supersedes checkpoints of later steps (`supersede`): they are of a lineage that was abandoned (a damaged one
+that the run went on without, or the run's earlier life when it was started over or set back). So does a save at step s.
 """
 
 import os
@@ -70,7 +70,7 @@ class _Meta(msgspec.Struct, kw_only=True):
 class CheckpointStore:
     """The checkpoints of one run in one folder, the newest `keep` of them.
 
-    save, newest: raise CheckpointError where the folder belongs to another run or can't be written or read.
+    save, newest, load: raise CheckpointError where the folder belongs to another run or can't be written or read.
     """
 
     def __init__(self, dir: Path, run_id: str, keep: int) -> None:
@@ -127,6 +127,37 @@ class CheckpointStore:
                 f"{self.dir}: no checkpoint is whole: {'; '.join(damaged)}. Restore one, or move the folder away to start over"
             )
         return None
+
+    def load(self, path: Path) -> Loaded:
+        """This very checkpoint, which may lie outside `dir` (a copy). Raises CheckpointError where it is missing or damaged."""
+        self._refuse_foreign()
+        if not (path / META).is_file():
+            known = ", ".join(found.name for _, _, found in self._finished()) or "none"
+            raise CheckpointError(
+                f"{path}: there is no checkpoint: checkpoint.resume takes auto, never or a folder like "
+                f"{self.dir / 'step-0000010'}; in {self.dir} there are: {known}"
+            )
+        owner = _read_meta(path).run_id
+        if owner != self.run_id:
+            raise CheckpointError(
+                f"{path}: is a checkpoint of run {owner!r}, and this is run {self.run_id!r}: resume from one of its own"
+            )
+        loaded = self._load(path)
+        self._loaded = path
+        return loaded
+
+    def supersede(self, step: int | None) -> None:
+        """The run goes on from `step` (None: from its beginning): remove the checkpoints after it.
+
+        To be done before the journal is cut there: a later checkpoint that won the next resume would miss its lines.
+        """
+        try:
+            for number, _, path in self._finished():
+                if step is None or number > step:
+                    log.warning("removing a checkpoint of an abandoned lineage", path=str(path), resumed_step=step)
+                    self._discard(path)
+        except OSError as error:
+            raise CheckpointError(f"{self.dir}: a superseded checkpoint can't be removed: {error}") from error
 
     def _finished(self) -> list[tuple[int, bool, Path]]:
         """Folders with a final name as (step, is not `.previous`, path), newest first.

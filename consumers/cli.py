@@ -2,11 +2,16 @@
 
     echo-train run.yaml
     echo-train run.yaml learner.lr=1e-5 checkpoint.resume=never
+    echo-train run.yaml --resume checkpoints/step-0000010
+    echo-train run.yaml --replay 12
     echo-train run.yaml --dry-run
+
+`--replay` trains nothing: it fetches a past step's records from the log, rebuilds its batch, and says whether it is the one
+that was trained, byte for byte. It may run beside the trainer.
 
 Refuses anything heavy before the command runs: `--help` answers at once. Exit status: 0 when the run ended or a stop was asked
 for (SIGINT or SIGTERM; a second one ends at once with 130 or 143), 2 where the run file or an argument is wrong, 1 for every
-other failure, with one line that says what.
+other failure, with one line that says what; a replayed batch that differs is one.
 """
 
 from pathlib import Path
@@ -23,6 +28,14 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over the run file's, by dotted key.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="auto|never|PATH", help="Over checkpoint.resume: newest checkpoint, none, or this folder."),
+    ] = None,
+    replay: Annotated[
+        int | None, typer.Option(metavar="STEP", min=1, help="Rebuild this step's batch from the log, compare, and exit.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --replay: the report as JSON.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and exit.")] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
 ) -> None:
@@ -32,8 +45,13 @@ def train(
 
     try:
         run = load(run_file, overrides or ())
+        if resume is not None:
+            run = _resuming(run, resume)
         if dry_run:
             typer.echo(dump(run), nl=False)
+            return
+        if replay is not None:
+            _replay(run, replay, as_json=as_json)
             return
         _train(run, log_json=log_json)
     except ConfigError as error:
@@ -70,6 +88,48 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
             trainer.run()
     finally:
         server.close()
+
+
+def _resuming(run, resume: str):  # type: ignore[no-untyped-def]
+    """The run with `--resume` in place of checkpoint.resume; a folder is relative to where the command runs."""
+    where = resume if resume in ("auto", "never") else Path(resume).expanduser().absolute()
+    return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"resume": where})})
+
+
+def _replay(run, step: int, *, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+    import json
+    from contextlib import closing
+
+    from rich.console import Console
+
+    from consumers.replay import find_step, replay, table
+    from consumers.wiring import kafka_clients
+    from echo.errors import CheckpointError
+    from echo.journal import FILE_NAME
+    from echo.process import StopSignal, configure_logging
+
+    configure_logging(level="warning")
+    line = find_step(run.checkpoint.dir / FILE_NAME, step)
+    clients = kafka_clients(run, stop=StopSignal())
+    with closing(clients.open_reader()) as reader:
+        found = replay(
+            line,
+            reader,
+            topic=clients.topics.trajectories,
+            cluster_id=clients.cluster_id,
+            silent_s=run.broker.timeout_s,
+            waiting_s=run.limits.waiting_s,
+        )
+    report = found.report()
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console(highlight=False).print(table(report))
+    if not found.matches:
+        raise CheckpointError(
+            f"step {step}: the batch in the log is not the one that was trained: its digest is {found.digest}, the journal has "
+            f"{line.digest}; the topic was written over, or another version of Echo reads its records differently"
+        )
 
 
 def _fail(message: str, *, status: int) -> NoReturn:

@@ -8,23 +8,27 @@ done, is decided by `intake` and `ledger`; this file only puts the parts in orde
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import structlog
 
 from consumers.checkpoint import CheckpointStore
+from consumers.digest import batch_digest
 from consumers.fleet_listener import FleetListener
 from consumers.groups import Group
 from consumers.intake import Intake
 from consumers.learner import Learner, StepStats
 from consumers.ledger import OUTCOME_OF, Reason, Resolution, by_reason
+from consumers.lineage import touches
+from consumers.outcomes import Outcomes
 from consumers.policy import PolicyPublisher
 from consumers.reader import TrajectoryReader
 from echo.config import RunConfig
 from echo.control import Grant
-from echo.journal import Journal
+from echo.journal import Interval, Journal
+from echo.log import LogGroupOffsets
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.staleness import staleness
@@ -55,6 +59,8 @@ class Trainer:
         stop: StopSignal,
         check_children: Callable[[], None] = lambda: None,
         cluster_id: str,
+        shown: LogGroupOffsets,
+        abandoned: Sequence[Interval] = (),
         step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,11 +76,15 @@ class Trainer:
         self._stop = stop
         self._check_children = check_children
         self._cluster_id = cluster_id
+        self._shown = shown
+        self._abandoned = abandoned
         self._clock = clock
         self.step = step
         self._unjournaled: list[Resolution] = []
         self._checkpointed_step: int | None = None
-        self._seen_read = 0
+        # Counters of this process; the ledger's numbers are the lineage's.
+        self._seen = intake.stats()
+        self._outcomes = Outcomes(metrics)
         self._shown_producers: set[str] = set()
         metrics.staleness_bound.set(run.max_staleness)
         metrics.buffer_limit_bytes.set(run.batch.buffer_bytes)
@@ -97,6 +107,7 @@ class Trainer:
             self._publisher.end(step=self.step, reason=f"all {self.step} steps done")
         if self._checkpointed_step != self.step:
             self._checkpoint()
+        self._show_intake()
         log.info("run finished" if finished else "stopped as asked", step=self.step, version=self._publisher.newest)
 
     def _next_batch(self) -> list[Group] | None:
@@ -130,6 +141,7 @@ class Trainer:
         else:
             self._fleet.groups_resolved(resolved)
         self._settle()
+        self._show_intake()
         self._write_journal(batch, stats, newest, self._clock() - began)
         self._show_step(stats, batch, newest)
 
@@ -156,8 +168,16 @@ class Trainer:
                 self._unjournaled = []
             self._journal.sync()
             tensors, meta = self._learner.state()
-            reader = {"cluster_id": self._cluster_id, "ledger": state, "groups_resolved": self._fleet.resolved()}
+            reader: dict[str, Any] = {
+                "cluster_id": self._cluster_id,
+                "ledger": state,
+                "groups_resolved": self._fleet.resolved(),
+                "abandoned": [list(interval) for interval in self._abandoned],
+            }
             self._checkpoints.save(self.step, tensors, meta, policy_version=self._publisher.newest, reader=reader)
+        assert state is not None
+        topic, frontier = self._reader.topic, state["frontier"]
+        self._shown.show({(topic, int(number)): offset for number, offset in frontier.items()})
         self._checkpointed_step = self.step
         self._metrics.checkpoints.inc()
         log.info("checkpoint", step=self.step)
@@ -165,9 +185,7 @@ class Trainer:
     def _settle(self, *, with_state: bool = False) -> dict[str, Any] | None:
         """Take over what was resolved: counted, journaled later, and told to the producers whose groups were dropped."""
         settled = self._intake.settle(with_state=with_state)
-        for resolution in settled.resolutions:
-            outcome = OUTCOME_OF[resolution.reason].value
-            self._metrics.records_resolved.labels(self._run.run_id, outcome, resolution.reason.value).inc()
+        self._outcomes.add(settled.resolutions)
         self._unjournaled.extend(settled.resolutions)
         if settled.dropped_groups:
             self._fleet.groups_resolved(settled.dropped_groups)
@@ -179,7 +197,11 @@ class Trainer:
             {
                 "step": self.step,
                 "version": newest,
+                # These four and the version are what `--replay` needs.
                 "batch": [[group.group_id, *[[m.partition, m.offset] for m in group.members]] for group in batch],
+                "digest": batch_digest(batch),
+                "cluster": self._cluster_id,
+                "tokens_per_microbatch": self._run.learner.tokens_per_microbatch,
                 "resolved": by_reason(self._unjournaled),
                 "skipped": stats.skipped,
                 "reward_mean": stats.reward_mean,
@@ -218,9 +240,14 @@ class Trainer:
 
     def _show_intake(self) -> None:
         m, run_id, stats = self._metrics, self._run.run_id, self._intake.stats()
-        m.records_read.inc(max(0, stats.read - self._seen_read))
-        self._seen_read = max(self._seen_read, stats.read)
+        # One snapshot feeds all three, so that what is exposed keeps the identity, too.
+        assert stats.read == sum(stats.resolved.values()) + stats.pending, f"the ledger does not add up: {stats}"
+        m.records_read.inc(stats.read - self._seen.read)
+        for reason, number in stats.resolved.items():
+            fresh = number - self._seen.resolved.get(reason, 0)
+            m.records_resolved.labels(run_id, OUTCOME_OF[reason].value, reason.value).inc(fresh)
         m.records_pending.set(stats.pending)
+        self._seen = stats
         m.groups_ready.set(stats.groups_ready)
         m.groups_incomplete.set(stats.groups_incomplete)
         m.buffer_bytes.set(stats.nbytes)
@@ -257,9 +284,10 @@ class Trainer:
                 m.mismatch_kl.labels(run_id, staleness_class).set(value)
         trajectories = [member.trajectory for group in batch for member in group.members]
         ages = [staleness(newest, trajectory.min_policy_version) for trajectory in trajectories]
-        for trajectory, age in zip(trajectories, ages, strict=True):
+        for age in ages:
             m.staleness.observe(age)
-            m.completion_tokens.labels(run_id, "trained").observe(len(trajectory.completion_ids))
+        if not stats.skipped:
+            m.abandoned_version_records.inc(sum(touches(t.spans, self._abandoned) for t in trajectories))
         m.staleness_max.set(max(ages))
         log.info(
             "step",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
@@ -18,6 +19,7 @@ from consumers.fleet_listener import FleetListener
 from consumers.intake import Intake
 from consumers.learner import Learner
 from consumers.ledger import Ledger
+from consumers.lineage import abandoned
 from consumers.policy import ControlWriter, PolicyPublisher, Told, read_told
 from consumers.reader import TrajectoryReader
 from consumers.train import Trainer
@@ -25,8 +27,8 @@ from echo import dead_letter
 from echo.config import RunConfig
 from echo.errors import CheckpointError, WeightsError
 from echo.journal import Journal
-from echo.kafka import KafkaLogProducer, KafkaLogReader, TransactionalProducer
-from echo.log import LogProducer, LogReader, LogTransactions
+from echo.kafka import KafkaGroupOffsets, KafkaLogProducer, KafkaLogReader, TransactionalProducer
+from echo.log import LogGroupOffsets, LogProducer, LogReader, LogTransactions
 from echo.metrics import TrainerMetrics
 from echo.preflight import check_cluster
 from echo.process import StopSignal
@@ -40,6 +42,8 @@ log = structlog.get_logger("train")
 _DEAD_LETTER_QUEUE_BYTES = 64 * 2**20
 # The control topic is small where it is compacted; where it is not, a long run leaves some ten thousand messages.
 _READ_CONTROL_S = 120.0
+# A run that ends waits so long for its last positions to be shown.
+_SHOW_S = 5.0
 
 
 class Clients(NamedTuple):
@@ -53,6 +57,8 @@ class Clients(NamedTuple):
     open_dead_letters: Callable[[], LogProducer]
     open_control: Callable[[], LogTransactions]
     """Its transactional id is the run id, so that opening it fences an older trainer of the run."""
+    open_shown: Callable[[], LogGroupOffsets]
+    """Where lag tools look: the group `echo-<run_id>`."""
 
 
 def kafka_clients(run: RunConfig, *, stop: StopSignal) -> Clients:
@@ -73,6 +79,7 @@ def kafka_clients(run: RunConfig, *, stop: StopSignal) -> Clients:
             cluster_id=actual.cluster_id,
         ),
         open_control=partial(TransactionalProducer, **common, transactional_id=run.run_id),
+        open_shown=partial(KafkaGroupOffsets, **common, group=f"echo-{run.run_id}"),
     )
 
 
@@ -81,7 +88,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
     """Open everything that the run file names; close it in reverse. Raises EchoError."""
     names = clients.topics
     checkpoints = CheckpointStore(run.checkpoint.dir, run.run_id, run.checkpoint.keep)
-    loaded = checkpoints.newest() if run.checkpoint.resume == "auto" else None
+    loaded = _loaded(checkpoints, run.checkpoint.resume)
     restored: Mapping[str, Any] = {}
     learner = Learner(run)
     if loaded is not None:
@@ -141,6 +148,9 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             send_progress=lambda grants: publisher.progress(step=trainer.step, grants=grants),
         )
         opened.callback(fleet.close)
+        shown = clients.open_shown()
+        opened.callback(shown.close, _SHOW_S)
+        checkpoints.supersede(loaded.step if loaded is not None else None)
         journal = Journal(run.checkpoint.dir, through_step=loaded.step if loaded is not None else None)
         opened.callback(journal.close)
         trainer = Trainer(
@@ -156,9 +166,22 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             stop=stop,
             check_children=check_children,
             cluster_id=clients.cluster_id,
+            shown=shown,
+            abandoned=abandoned(
+                restored.get("abandoned", ()),
+                restored=loaded.policy_version if loaded is not None else -1,
+                newest=told.version,
+            ),
             step=loaded.step if loaded is not None else 0,
         )
         yield trainer
+
+
+def _loaded(checkpoints: CheckpointStore, resume: Path | str) -> Loaded | None:
+    """The checkpoint to go on from, as `checkpoint.resume` says."""
+    if isinstance(resume, Path):
+        return checkpoints.load(resume)
+    return checkpoints.newest() if resume == "auto" else None
 
 
 def _refuse_other_cluster(loaded: Loaded, cluster_id: str) -> None:

@@ -156,8 +156,9 @@ class CheckpointConfig(_Section):
     every: int = Field(default=10, ge=1)
     """Learner steps between checkpoints; one is always written at the end."""
     keep: int = Field(default=2, ge=1)
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest whole checkpoint in `dir`, if there is one."""
+    resume: Literal["auto", "never"] | Path = "auto"
+    """auto: go on from the newest whole checkpoint in `dir`, if there is one. never: start over, from version 0's weights. A
+    folder (`.../step-0000010`): go on from that checkpoint of this run. What is newer than the start is removed from `dir`."""
 
 
 class WeightsConfig(_Section):
@@ -291,6 +292,9 @@ def _anchor(run: RunConfig, folder: Path) -> RunConfig:
     local = at(Path(model.path).expanduser())
     if local.exists():
         model = model.model_copy(update={"path": str(local)})
+    checkpoint = run.checkpoint.model_copy(update={"dir": at(run.checkpoint.dir)})
+    if isinstance(checkpoint.resume, Path):
+        checkpoint = checkpoint.model_copy(update={"resume": at(checkpoint.resume)})
     topics, broker = run.topics, run.broker
     if topics.file is not None:
         topics = topics.model_copy(update={"file": at(topics.file)})
@@ -301,7 +305,7 @@ def _anchor(run: RunConfig, folder: Path) -> RunConfig:
             "model": model,
             "topics": topics,
             "broker": broker,
-            "checkpoint": run.checkpoint.model_copy(update={"dir": at(run.checkpoint.dir)}),
+            "checkpoint": checkpoint,
             "weights": run.weights.model_copy(update={"dir": at(run.weights.dir)}),
         }
     )

@@ -106,6 +106,16 @@ class LogReader(Protocol):
     def close(self) -> None: ...
 
 
+class LogGroupOffsets(Protocol):
+    """Positions as a picture for lag tools, under a consumer group. Never read back; failures are logged, never raised."""
+
+    def show(self, positions: Mapping[Partition, int]) -> None:
+        """Show these offsets (per partition, the next one to resolve). Returns at once."""
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the newest positions to be shown, at most so long."""
+
+
 class LogAdmin(Protocol):
     """What the processes ask about the cluster at start. Every answer that does not come in time is a retriable BrokerError."""
 

@@ -34,6 +34,9 @@ class TrainerMetrics:
         self.records_resolved = counter(
             "echo_train_records_resolved", "Records resolved: trained, dropped or dead_lettered", ("outcome", "reason")
         )
+        self.abandoned_version_records = counter(
+            "echo_train_abandoned_version_records", "Records trained that a version sampled which a restart had abandoned"
+        ).labels(run_id)
         self.records_pending = gauge("echo_train_records_pending", "Records read and not resolved").labels(run_id)
         self.lag_records = gauge(
             "echo_train_lag_records", "Offsets between the log end and the resolved frontier", ("topic", "partition")
@@ -68,6 +71,11 @@ class TrainerMetrics:
         )
         self.tokens = counter("echo_train_tokens", "Prompt and completion tokens trained").labels(run_id)
         self.completion_tokens = histogram("echo_train_completion_tokens", "Completion length", TOKEN_BUCKETS, ("outcome",))
+        self.outcome_reward_mean = gauge(
+            "echo_train_outcome_reward_mean",
+            "Mean reward of the trajectories resolved since the start, of those that were decoded",
+            ("outcome", "task"),
+        )
         self.phase_seconds = counter(
             "echo_train_phase_seconds", "Time spent: wait, unpack, forward_backward, publish, checkpoint", ("phase",)
         )

@@ -258,6 +258,18 @@ def resolution() -> list[Panel]:
             ],
         ),
         graph(
+            "Reward, trained and dropped",
+            "Mean reward since the trainer's start, by outcome and task. Apart from each other: the drop is biased.",
+            units.Short,
+            [Query(trainer("echo_train_outcome_reward_mean"), "{{outcome}} {{task}}")],
+        ),
+        graph(
+            "Trained from abandoned versions",
+            "Records trained that were sampled, in part at least, from a version that a restart of the trainer had abandoned.",
+            units.RecordsPerSecond,
+            [Query(f"sum({rate(trainer('echo_train_abandoned_version_records_total'))})", "records")],
+        ),
+        graph(
             "Scorings",
             "Completions scored: ok, out of time, or in error (the last two earn reward 0).",
             "suffix: /s",
@@ -414,7 +426,7 @@ ROWS = (
     ("Lag", lag, (6, 6, 6, 6)),
     ("Versions", versions, (7, 7, 5, 5)),
     ("Throughput", throughput, (8,) * 6),
-    ("Resolution", resolution, (6, 6, 6, 6)),
+    ("Resolution", resolution, (8,) * 6),
     ("Weights", weights, (6,) * 8),
     ("Memory and back-pressure", memory, (6, 6, 6, 6)),
     ("Learner", learner, (8,) * 6),

@@ -7,6 +7,7 @@ process that uses it. The protocols are in echo/log.py and can be imported from 
 
 from echo.kafka.admin import KafkaLogAdmin
 from echo.kafka.client import Settings, client_settings, wrap_error
+from echo.kafka.group_offsets import KafkaGroupOffsets
 from echo.kafka.producer import KafkaLogProducer, TransactionalProducer
 from echo.kafka.reader import KafkaLogReader
 from echo.log import (
@@ -14,6 +15,7 @@ from echo.log import (
     Delivery,
     Headers,
     LogAdmin,
+    LogGroupOffsets,
     LogProducer,
     LogReader,
     LogRecord,
@@ -26,10 +28,12 @@ __all__ = [
     "BEGINNING",
     "Delivery",
     "Headers",
+    "KafkaGroupOffsets",
     "KafkaLogAdmin",
     "KafkaLogProducer",
     "KafkaLogReader",
     "LogAdmin",
+    "LogGroupOffsets",
     "LogProducer",
     "LogReader",
     "LogRecord",

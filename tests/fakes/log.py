@@ -40,6 +40,8 @@ class FakeLog:
         self.changed = threading.Condition()
         self._topics: dict[str, list[_Partition]] = {}
         self._holders: dict[str, int] = {}
+        self.groups: dict[str, dict[Partition, int]] = {}
+        """What was shown under consumer groups."""
 
     def create_topic(self, name: str, partitions: int = 1) -> None:
         with self.changed:
@@ -243,6 +245,20 @@ class FakeReader:
         }
 
     def close(self) -> None:
+        pass
+
+
+class FakeGroupOffsets:
+    """See `LogGroupOffsets`."""
+
+    def __init__(self, log: FakeLog, *, group: str) -> None:
+        self._log = log
+        self._group = group
+
+    def show(self, positions: Mapping[Partition, int]) -> None:
+        self._log.groups[self._group] = dict(positions)
+
+    def close(self, timeout_s: float) -> None:
         pass
 
 

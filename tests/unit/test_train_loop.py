@@ -20,7 +20,7 @@ from echo.errors import CheckpointError, FencedError
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.topic_spec import TopicNames
-from tests.fakes.log import FakeLog, FakeProducer, FakeReader, FakeTransactions
+from tests.fakes.log import FakeGroupOffsets, FakeLog, FakeProducer, FakeReader, FakeTransactions
 from tests.helpers import RUN_ID, make_group
 from tests.unit.test_learner import make_model
 
@@ -57,6 +57,7 @@ class Cluster:
             open_reader=lambda: FakeReader(self.log),
             open_dead_letters=lambda: FakeProducer(self.log),
             open_control=lambda: FakeTransactions(self.log, transactional_id=RUN_ID),
+            open_shown=lambda: FakeGroupOffsets(self.log, group=f"echo-{RUN_ID}"),
         )
 
     def sample(self, numbers: range, version: int = 0) -> None:
