@@ -71,6 +71,7 @@ class Intake:
         groups_per_step: int,
         buffer_bytes: int,
         group_deadline_s: float,
+        min_group_size: int | None = None,
         ledger: Ledger,
         newest_version: int,
         vocabulary: int,
@@ -80,6 +81,7 @@ class Intake:
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
         self._buffer_bytes = buffer_bytes
+        self._min_group_size = min_group_size
         self._ledger = ledger
         self._newest = newest_version
         self._vocabulary = vocabulary
@@ -113,10 +115,16 @@ class Intake:
             self._resolve(letter.record.partition, letter.record.offset, letter.reason)
 
     def expire(self) -> None:
-        """Drop groups whose deadline has passed."""
+        """Decide groups whose deadline has passed: trainable with `min_group_size` members, else dropped."""
         with self._changed:
             for group_id in self._assembler.overdue(self._clock()):
-                self._drop(group_id, self._assembler.remove(group_id), Reason.DEADLINE)
+                members = self._assembler.remove(group_id)
+                if self._min_group_size is not None and len(members) >= self._min_group_size:
+                    ordered = sorted(members, key=lambda member: member.trajectory.group_index)
+                    self._make_ready(Group(group_id, tuple(ordered)), Reason.DEADLINE)
+                else:
+                    self._drop(group_id, members, Reason.DEADLINE)
+            self._changed.notify_all()
 
     def full(self) -> bool:
         """Whether the buffer is full: stop reading. Makes room first where that is the only way on.
@@ -254,10 +262,13 @@ class Intake:
             raise CorruptRecordError(f"group_size is {header.group_size}, but {size} in its siblings")
         group = self._assembler.add(member, self._clock())
         if group is not None:
-            self._ready.append(group)
-            self._ready_bytes += group.nbytes
-            # Whatever becomes of the group, one more member of it is one too many.
-            self._remember(group.group_id, Reason.DUPLICATE)
+            self._make_ready(group, Reason.DUPLICATE)
+
+    def _make_ready(self, group: Group, later: Reason) -> None:
+        """The group may be trained as it is. `later` is what becomes of a member that comes after this."""
+        self._ready.append(group)
+        self._ready_bytes += group.nbytes
+        self._remember(group.group_id, later)
 
     def _is_stale(self, min_policy_version: int) -> bool:
         self._worst_staleness = max(self._worst_staleness, staleness(self._newest, min_policy_version))

@@ -109,6 +109,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             groups_per_step=run.batch.groups_per_step,
             buffer_bytes=run.batch.buffer_bytes,
             group_deadline_s=run.batch.group_deadline_s,
+            min_group_size=run.batch.min_group_size,
             ledger=Ledger(range(clients.partitions), restored.get("ledger")),
             newest_version=told.version,
             vocabulary=learner.vocabulary,

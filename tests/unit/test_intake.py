@@ -126,6 +126,22 @@ def test_an_overdue_group_is_dropped_and_its_straggler_too() -> None:
     assert reasons(intake) == {Reason.DEADLINE: 2}
 
 
+def test_an_overdue_group_is_trained_with_the_members_it_has_where_that_is_allowed() -> None:
+    clock, log = Clock(), Log()
+    intake = make_intake(clock, groups_per_step=1, min_group_size=2)
+    intake.offer(
+        [log.put(member(0, 2, group_size=4)), log.put(member(0, 0, group_size=4)), log.put(member(1, 0, group_size=4))]
+    )
+    clock.now = 10.0
+    intake.expire()
+    batch = intake.cut(0)
+    assert batch is not None
+    assert [m.trajectory.group_index for m in batch[0].members] == [0, 2]
+    intake.offer([log.put(member(0, 1, group_size=4))])
+    intake.trained(batch)
+    assert reasons(intake) == {Reason.TRAINED: 2, Reason.DEADLINE: 2}
+
+
 def test_duplicates_are_dropped_before_and_after_their_group_is_done() -> None:
     log, intake = Log(), make_intake(groups_per_step=1)
     intake.offer([log.put(member(0, 0)), log.put(member(0, 0)), log.put(member(0, 1)), log.put(member(0, 1))])
