@@ -18,7 +18,7 @@ class Member(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group that may be trained: `members` in order of `group_index`, all of them unless `batch.min_group_size` allows fewer."""
+    """A group that may be trained: `members` in order of `group_index`; all of them, unless the run allows fewer."""
 
     group_id: str
     members: tuple[Member, ...]

@@ -122,7 +122,10 @@ class BatchConfig(_Section):
     buffer_bytes: int = Field(default=2**30, ge=2**20)
     """Complete and incomplete groups held by the trainer, bytes; when full, its partitions are paused."""
     group_deadline_s: float = Field(default=120.0, gt=0)
-    """An incomplete group is dropped this long after its first member was read."""
+    """A group that is still incomplete so long after its first member was read is decided: trained from `min_group_size`
+    members on, else dropped. A later member is dropped."""
+    min_group_size: int | None = Field(default=None, ge=2)
+    """Members that make an overdue group trainable, advantages normalised over what is there; None: complete groups only."""
     producer_dead_s: float = Field(default=30.0, gt=0)
     """Without a heartbeat for so long a producer is dead and its window goes to the others."""
 
@@ -220,6 +223,11 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
+        if self.batch.min_group_size is not None and self.batch.min_group_size > self.sampling.group_size:
+            raise ValueError(
+                f"batch.min_group_size is {self.batch.min_group_size}, more than sampling.group_size = "
+                f"{self.sampling.group_size}"
+            )
         if self.weights.keep is not None and self.weights.keep < self.max_staleness + 2:
             raise ValueError(f"weights.keep is {self.weights.keep}, less than max_staleness + 2 = {self.max_staleness + 2}")
         return self
