@@ -43,10 +43,11 @@ class DemoError(EchoError):
 
 
 class Outcome(NamedTuple):
-    """How the demo ended. `summary` is None where a stop was asked for before the run's end."""
+    """How the demo ended. `summary` and `bias` (as in bias.json) are None where a stop was asked for before the run's end."""
 
     out: Path
-    summary: dict[str, Any] | None
+    summary: dict[str, Any] | None = None
+    bias: dict[str, Any] | None = None
 
 
 def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConfig:
@@ -112,7 +113,7 @@ def run_demo(
         server = WeightServerProcess.start(run, logs / "weights.log")
         opened.callback(server.stop)
         if not _wait(maker, stop):
-            return Outcome(out, None)
+            return Outcome(out)
         say("starting the trainer and the producers")
         run_file = str(out / "run.yaml")
         trainer = start("train", "-m", "consumers.cli", run_file)
@@ -130,16 +131,16 @@ def run_demo(
                     raise DemoError(f"the weight server ended with status {server.poll()}: see {logs / 'weights.log'}")
                 stop.event.wait(_TICK_S)
             if stop.is_set():
-                return Outcome(out, None)
+                return Outcome(out)
             view.refresh()
             draw(view)
         _check([trainer])
         for worker in workers:
             if not _wait(worker, stop):
-                return Outcome(out, None)
+                return Outcome(out)
         say("the run is over; counting every record of it in the log")
-        summary = _report(run, spec, out, seconds=lambda: time.monotonic() - began)
-    return Outcome(out, summary)
+        summary, bias = _report(run, spec, out, seconds=lambda: time.monotonic() - began)
+    return Outcome(out, summary, bias)
 
 
 def _with_broker(
@@ -162,7 +163,10 @@ def _make_topics(run: RunConfig) -> topics.Spec:
     return spec
 
 
-def _report(run: RunConfig, spec: topics.Spec, out: Path, *, seconds: Callable[[], float]) -> dict[str, Any]:
+def _report(
+    run: RunConfig, spec: topics.Spec, out: Path, *, seconds: Callable[[], float]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Count the run from the log, write what was found into `out`: the summary and the drop bias."""
     names = spec.names
     admin = KafkaLogAdmin(run.broker.settings, client_id="echo-demo")
     lines = list(journal.read(run.checkpoint.dir / journal.FILE_NAME))
@@ -177,7 +181,9 @@ def _report(run: RunConfig, spec: topics.Spec, out: Path, *, seconds: Callable[[
             reader.close()
 
     with records(names.trajectories) as trajectories, records(names.dead_letter) as dead_letters:
-        counts = report.count(run.run_id, trajectories, dead_letters, report.fates(lines))
+        fates = report.fates(lines)
+        bias = report.DropBias(run.run_id, fates)
+        counts = report.count(run.run_id, bias.watch(trajectories), dead_letters, fates)
     with records(names.control) as messages:
         versions = report.count_announcements(run.run_id, messages)
     with records(names.heartbeats) as heartbeats:
@@ -192,7 +198,8 @@ def _report(run: RunConfig, spec: topics.Spec, out: Path, *, seconds: Callable[[
     )
     report.plot(lines, staleness_bound=run.max_staleness, title=f"{run.run_id}: reward and staleness", path=out / "reward.png")
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
+    (out / "bias.json").write_text(json.dumps(bias.result(), indent=2) + "\n")
+    return summary, bias.result()
 
 
 def _start(name: str, *arguments: str, children: list[Child], logs: Path, env: Mapping[str, str]) -> Child:

@@ -5,6 +5,7 @@ Reads the journal and the processes' own /metrics, refuses to ask the processes 
 
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +137,20 @@ class View:
         )
         parts = [f"{name} serves {version:.0f}" for name, version in serving]
         return f"newest {'-' if newest is None else f'{newest:.0f}'}, " + (", ".join(parts) or "no producer yet")
+
+
+def bias_table(bias: Mapping[str, Any]) -> Table:
+    """Trained against dropped trajectories, from what `bias.json` holds."""
+    table = Table(title="drop bias", title_justify="left")
+    table.add_column("task")
+    table.add_column("outcome")
+    for name in ("number", "mean completion tokens", "mean reward"):
+        table.add_column(name, justify="right")
+    for outcome, tasks in bias["drop_bias"].items():
+        for task, found in tasks.items():
+            mean_tokens, mean_reward = f"{found['completion_tokens_mean']:.1f}", f"{found['reward_mean']:.3f}"
+            table.add_row(task, outcome, str(found["number"]), mean_tokens, mean_reward)
+    return table
 
 
 def _sparkline(values: list[float], width: int = 40) -> str:

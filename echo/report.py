@@ -121,6 +121,58 @@ def count(
     return Counts(produced, trained, dict(dropped), dead, pending, staleness_max)
 
 
+class DropBias:
+    """Trained against dropped trajectories: number, mean completion length and mean reward per task, decoded from the log.
+
+    What is dropped is not a fair sample: staleness drops long answers first. `resolved` as in `count`.
+    """
+
+    def __init__(self, run_id: str, resolved: Mapping[tuple[int, int], Fate]) -> None:
+        self._run_id = run_id
+        self._resolved = resolved
+        self._sums: dict[tuple[str, str], _Sum] = {}
+        self._unreadable = 0
+
+    def watch(self, trajectories: Iterable[LogRecord]) -> Iterator[LogRecord]:
+        """The same records, each taken into account as it passes."""
+        for record in trajectories:
+            fate = self._resolved.get((record.partition, record.offset))
+            if fate is not None and fate.reason not in _DEAD and _run_of(record) == self._run_id:
+                self._add("trained" if fate.reason == "trained" else "dropped", record)
+            yield record
+
+    def _add(self, outcome: str, record: LogRecord) -> None:
+        try:
+            trajectory = codec.decode(record.value)
+        except RecordError:
+            # Dropped from its headers, without anybody looking at the value.
+            self._unreadable += 1
+            return
+        key = (outcome, trajectory.task)
+        number, tokens, reward = self._sums.get(key, _Sum(0, 0, 0.0))
+        self._sums[key] = _Sum(number + 1, tokens + len(trajectory.completion_ids), reward + trajectory.reward)
+
+    def result(self) -> dict[str, Any]:
+        """What `bias.json` holds: "drop_bias" maps outcome -> task -> {number, completion_tokens_mean, reward_mean}.
+
+        unreadable: dropped records whose values can't be decoded; they are in no mean.
+        """
+        found: dict[str, dict[str, Any]] = {"trained": {}, "dropped": {}}
+        for (outcome, task), (number, tokens, reward) in sorted(self._sums.items()):
+            found[outcome][task] = {
+                "number": number,
+                "completion_tokens_mean": round(tokens / number, 2),
+                "reward_mean": round(reward / number, 4),
+            }
+        return {"drop_bias": found, "unreadable": self._unreadable}
+
+
+class _Sum(NamedTuple):
+    number: int
+    tokens: int
+    reward: float
+
+
 def count_announcements(run_id: str, records: Iterable[LogRecord]) -> int:
     """Policy versions announced for the run."""
     versions = set()

@@ -42,7 +42,7 @@ def demo(
     from rich.live import Live
 
     from echo.demo import run_demo
-    from echo.demo_view import View
+    from echo.demo_view import View, bias_table
     from echo.errors import ConfigError, EchoError
     from echo.process import StopSignal, configure_logging
 
@@ -80,11 +80,15 @@ def demo(
     except EchoError as error:
         typer.echo(f"echo-demo: error: {error}", err=True)
         raise typer.Exit(1) from None
-    if outcome.summary is None:
+    if outcome.summary is None or outcome.bias is None:
         console.print(f"stopped as asked; what there is lies in {outcome.out}")
         raise typer.Exit(130)
     console.print_json(json.dumps(outcome.summary))
-    console.print(f"report: {outcome.out / 'summary.json'}, plot: {outcome.out / 'reward.png'}", soft_wrap=True)
+    console.print(bias_table(outcome.bias))
+    console.print(
+        f"report: {outcome.out / 'summary.json'}, drop bias: {outcome.out / 'bias.json'}, plot: {outcome.out / 'reward.png'}",
+        soft_wrap=True,
+    )
 
 
 def main() -> None:

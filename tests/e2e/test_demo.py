@@ -35,7 +35,10 @@ def test_the_reward_climbs_and_every_trajectory_is_accounted_for(tmp_path: Path,
     board = json.loads((ROOT / "grafana" / "echo.json").read_text())
     assert metrics_in(board) - exposed == set()
     assert demo.wait() == 0, demo.log
-    check_summary(demo.summary())
+    check_summary(summary := demo.summary())
+    bias = json.loads((demo.out / "bias.json").read_text())["drop_bias"]
+    numbers = {outcome: sum(task["number"] for task in tasks.values()) for outcome, tasks in bias.items()}
+    assert numbers == {"trained": summary["trained"], "dropped": sum(summary["dropped"].values())}
     with Image.open(demo.out / "reward.png") as plot:
         assert plot.format == "PNG"
     assert eventually(lambda: not demo.processes(), "all of its processes ended"), demo.processes()

@@ -1,12 +1,17 @@
 """A run is counted from the log: a journal that says more than the log holds is found out."""
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from echo import codec, dead_letter, report
+from echo.demo_view import bias_table
 from echo.errors import BrokerError, CheckpointError
 from echo.log import LogRecord
 from tests.fakes.log import FakeLog, FakeReader
@@ -84,3 +89,46 @@ def test_the_summary_takes_the_first_and_last_five_steps(tmp_path: Path) -> None
     report.plot(lines, staleness_bound=4, title="t", path=tmp_path / "plot.png")
     with Image.open(tmp_path / "plot.png") as plot:
         assert plot.format == "PNG"
+
+
+def test_drop_bias_is_decoded_from_the_log() -> None:
+    """Per task, trained against dropped; other runs, dead letters and what is pending are in neither."""
+
+    def of(offset: int, task: str, length: int, reward: float, **more: Any) -> LogRecord:
+        return record(offset, task=task, completion_ids=np.arange(length), reward=reward, **more)
+
+    records = [
+        of(0, "sums", 2, 1.0),
+        of(1, "sums", 5, -0.5),
+        of(2, "sums", 30, 0.0),
+        of(3, "words", 7, 0.25),
+        of(4, "sums", 99, 9.0),  # pending
+        of(5, "sums", 98, 9.0, run_id="other"),
+        of(6, "sums", 97, 9.0)._replace(value=b"junk"),  # dropped as stale from its headers
+        of(7, "sums", 96, 9.0)._replace(value=b"junk"),  # dead-lettered
+    ]
+    lines = [
+        line(1, trained=[[0, 2]], foreign_run=[[5, 6]], corrupt=[[7, 8]]),
+        line(2, stale=[[2, 3], [6, 7]], deadline=[[3, 4]]),
+    ]
+    bias = report.DropBias(RUN_ID, report.fates(lines))
+    assert list(bias.watch(records)) == records
+    assert bias.result() == {
+        "drop_bias": {
+            "trained": {"sums": {"number": 2, "completion_tokens_mean": 3.5, "reward_mean": 0.25}},
+            "dropped": {
+                "sums": {"number": 1, "completion_tokens_mean": 30.0, "reward_mean": 0.0},
+                "words": {"number": 1, "completion_tokens_mean": 7.0, "reward_mean": 0.25},
+            },
+        },
+        "unreadable": 1,
+    }
+
+
+def test_the_drop_bias_is_shown_as_a_table() -> None:
+    bias = {
+        "drop_bias": {"trained": {"sums": {"number": 2, "completion_tokens_mean": 3.5, "reward_mean": 0.25}}, "dropped": {}}
+    }
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(bias_table(bias))
+    assert re.search(r"sums\W+trained\W+2\W+3\.5\W+0\.250", console.export_text())
