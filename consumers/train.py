@@ -103,10 +103,11 @@ class Trainer:
             if self.step % self._run.checkpoint.every == 0:
                 self._checkpoint()
         finished = self.step >= self._run.learner.steps
-        if finished:
-            self._publisher.end(step=self.step, reason=f"all {self.step} steps done")
         if self._checkpointed_step != self.step:
             self._checkpoint()
+        # Last: a trainer that is killed before its last checkpoint has steps to do again, and needs its producers for them.
+        if finished:
+            self._publisher.end(step=self.step, reason=f"all {self.step} steps done")
         self._show_intake()
         log.info("run finished" if finished else "stopped as asked", step=self.step, version=self._publisher.newest)
 
