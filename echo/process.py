@@ -13,10 +13,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TextIO, cast
 
 import structlog
 
 _PR_SET_PDEATHSIG = 1
+
+
+class _CurrentStandardError:
+    """Standard error as it is when a line is written: it may have been replaced since logging was configured."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def configure_logging(*, json: bool = False, level: str = "info") -> None:
@@ -36,8 +47,7 @@ def configure_logging(*, json: bool = False, level: str = "info") -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(levels[level]),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _CurrentStandardError())),
     )
 
 

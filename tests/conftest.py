@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import structlog
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from echo.broker import BrokerPlan, RunningBroker, plan_broker, start_broker
@@ -17,6 +18,13 @@ CreateTopic = Callable[..., str]
 
 # Apache Kafka compacts within seconds instead of minutes; topics set segment.ms and min.cleanable.dirty.ratio themselves.
 FAST_CLEANER = {"log.cleaner.backoff.ms": "500", "log.retention.check.interval.ms": "1000"}
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A command that a test runs in this process configures logging for the whole of it."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
