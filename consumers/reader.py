@@ -1,5 +1,7 @@
 """Kafka -> intake: a polling thread of its own, manual assignment, partitions paused while the buffer is full.
 
+They are paused too while too many dead letters wait for the broker (consumers/dead_letters.py), so that memory stays bounded.
+
 Refuses consumer groups and auto-commit: positions come from the checkpoint. The thread polls whatever happens, also while
 paused, and hands every failure to the trainer, who asks `check`.
 """
@@ -9,8 +11,8 @@ from collections.abc import Mapping
 
 import structlog
 
-from consumers.intake import DeadLetter, Intake
-from echo import dead_letter
+from consumers.dead_letters import DeadLetters
+from consumers.intake import Intake
 from echo.errors import EchoError
 from echo.log import BEGINNING, LogProducer, LogReader
 
@@ -40,13 +42,10 @@ class TrajectoryReader:
     ) -> None:
         self._intake = intake
         self._reader = reader
-        self._producer = producer
         self.topic = topic
         self._all = [(topic, number) for number in range(partitions)]
         self._start = {(topic, number): frontiers.get(number, BEGINNING) for number in range(partitions)}
-        self._dead_letter_topic = dead_letter_topic
-        self._unsent: list[DeadLetter] = []
-        self._failed_letters: list[DeadLetter] = []
+        self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered)
         self._stop = threading.Event()
         self._error: EchoError | None = None
         self.paused = False
@@ -59,8 +58,12 @@ class TrajectoryReader:
 
     def check(self) -> None:
         """Raise what ended the polling thread, if anything did."""
+        # Asked first: a thread that ended has said why before.
+        ended = self._thread.ident is not None and not self._thread.is_alive() and not self._stop.is_set()
         if self._error is not None:
             raise self._error
+        if ended:
+            raise EchoError(f"reading {self.topic} ended by an error in Echo itself: its traceback is on standard error")
 
     def lag(self) -> dict[int, int | None]:
         """Per partition, records between the reader's position and the log end, as the polling thread last saw them."""
@@ -71,7 +74,7 @@ class TrajectoryReader:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=30)
-        self._producer.flush(10.0)
+        self._letters.flush(10.0)
         self._reader.close()
 
     def _run(self) -> None:
@@ -83,10 +86,10 @@ class TrajectoryReader:
             self._intake.wake()
 
     def _turn(self) -> None:
-        self._set_paused(self._intake.full())
-        self._unsent.extend(self._intake.offer(self._reader.read(_RECORDS_PER_READ, _POLL_S)))
+        self._set_paused(self._intake.full() or self._letters.full)
+        self._letters.add(self._intake.offer(self._reader.read(_RECORDS_PER_READ, _POLL_S)))
         self._intake.expire()
-        self._send_dead_letters()
+        self._letters.send()
         # The client lets one thread in at a time, and is not fair: another thread that asks it would wait for very long.
         self._lag = {number: behind for (_, number), behind in self._reader.lag().items()}
 
@@ -98,31 +101,3 @@ class TrajectoryReader:
         else:
             self._reader.resume(self._all)
         self.paused = full
-
-    def _send_dead_letters(self) -> None:
-        # Served by this thread only, so the reports below run here too. What the broker refused is tried again: until a
-        # letter is safe its record stays unresolved, and a restart reads it again.
-        self._unsent.extend(self._failed_letters)
-        self._failed_letters.clear()
-        while self._unsent:
-            letter = self._unsent[0]
-            key, headers, value = dead_letter.wrap(letter.record, letter.reason.value, letter.detail)
-            sent = self._producer.send(
-                self._dead_letter_topic,
-                key=key,
-                value=value,
-                headers=headers,
-                on_delivery=lambda delivery, letter=letter: self._report(letter, delivery.error),  # type: ignore[misc]
-            )
-            if not sent:
-                break
-            self._unsent.pop(0)
-            log.warning("dead letter", where=letter.record.where, reason=letter.reason.value, detail=letter.detail)
-        self._producer.poll(0)
-
-    def _report(self, letter: DeadLetter, error: str | None) -> None:
-        if error is None:
-            self._intake.dead_lettered(letter)
-        else:
-            log.error("dead letter not written, trying again", where=letter.record.where, error=error)
-            self._failed_letters.append(letter)

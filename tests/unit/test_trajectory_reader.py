@@ -1,0 +1,129 @@
+"""The trainer's reading thread: dead letters wait, are tried again, stop reading when too many wait; no failure is silent."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from consumers import dead_letters
+from consumers.dead_letters import DeadLetters
+from consumers.intake import DeadLetter, Intake
+from consumers.ledger import Ledger, Reason
+from consumers.reader import TrajectoryReader
+from echo.errors import EchoError
+from echo.log import BEGINNING, LogReader, LogRecord
+from tests.eventually import eventually
+from tests.fakes.log import FakeLog, FakeProducer, FakeReader
+from tests.helpers import RUN_ID
+
+TOPIC, DEAD = "trajectories", "dead"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def letter(offset: int, size: int = 10) -> DeadLetter:
+    return DeadLetter(LogRecord(TOPIC, 0, offset, None, [("h", None)], b"v" * size, 0), Reason.CORRUPT, "why")
+
+
+def make_intake() -> Intake:
+    return Intake(
+        run_id=RUN_ID,
+        max_staleness=1,
+        groups_per_step=1,
+        buffer_bytes=2**30,
+        group_deadline_s=60.0,
+        ledger=Ledger([0]),
+        newest_version=0,
+        vocabulary=100,
+        clock=lambda: 0.0,
+    )
+
+
+@contextmanager
+def reading(log: FakeLog, intake: Intake, reader: LogReader | None = None) -> Iterator[TrajectoryReader]:
+    trajectories = TrajectoryReader(
+        intake=intake,
+        reader=reader or FakeReader(log),
+        producer=FakeProducer(log),
+        topic=TOPIC,
+        partitions=1,
+        frontiers={0: BEGINNING},
+        dead_letter_topic=DEAD,
+    )
+    trajectories.start()
+    yield trajectories
+    trajectories.close()
+
+
+def test_a_refused_letter_is_held_and_sent_again_later() -> None:
+    """Here the topic is missing at first; nothing is acknowledged before the broker has it."""
+    log, clock = FakeLog(), Clock()
+    safe: list[DeadLetter] = []
+    letters = DeadLetters(FakeProducer(log), DEAD, acknowledged=safe.append, waiting_s=7.0, clock=clock)
+    letters.add([letter(0), letter(1)])
+    letters.send()
+    log.create_topic(DEAD)
+    letters.send()
+    assert (letters.held, safe) == (2, [])
+    clock.now = 7.0
+    with capture_logs() as said:
+        letters.send()
+    assert (letters.held, letters.held_bytes, [found.record.offset for found in safe]) == (0, 0, [0, 1])
+    (again,) = [entry for entry in said if entry["event"] == "dead letters refused, trying again"]
+    assert (again["count"], "UNKNOWN_TOPIC_OR_PART" in again["error"]) == (2, True)
+    assert [record.value for record in log.records(DEAD)] == [b"v" * 10] * 2
+
+
+def test_a_letter_that_is_too_large_waits_and_holds_up_no_other() -> None:
+    log, clock = FakeLog(max_bytes=5000), Clock()
+    log.create_topic(DEAD)
+    safe: list[DeadLetter] = []
+    letters = DeadLetters(FakeProducer(log), DEAD, acknowledged=safe.append, waiting_s=30.0, clock=clock)
+    letters.add([letter(0, size=6000), letter(1)])
+    letters.send()
+    assert ([found.record.offset for found in safe], letters.held) == ([1], 1)
+    clock.now = 30.0
+    with capture_logs() as said:
+        letters.send()
+    waiting = [entry["event"] for entry in said if entry["event"].startswith("waiting for topic dead")]
+    assert len(waiting) == 1
+    assert "trajectories[0]@0" in waiting[0]
+    assert "the limit is 5000" in waiting[0]
+
+
+def test_reading_stops_while_too_many_letters_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letters, "MAX_LETTERS", 150)
+    monkeypatch.setattr(dead_letters, "RETRY_S", 0.0)
+    log, intake = FakeLog(), make_intake()
+    log.create_topic(TOPIC)
+    with log.changed:
+        for _ in range(1000):
+            log.append(TOPIC, b"k", b"poison", [])
+    with reading(log, intake) as trajectories:
+        eventually(lambda: trajectories.paused, "the reader pauses")
+        assert intake.stats().read == intake.stats().pending == 200
+        log.create_topic(DEAD)
+        eventually(lambda: intake.stats().resolved.get(Reason.CORRUPT) == 1000, "all letters are written")
+        eventually(lambda: not trajectories.paused, "the reader goes on")
+    assert len(log.records(DEAD)) == 1000
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_by_a_bug_is_told() -> None:
+    class Broken(FakeReader):
+        def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
+            raise ZeroDivisionError
+
+    log = FakeLog()
+    log.create_topic(TOPIC)
+    with reading(log, make_intake(), Broken(log)) as trajectories:
+        eventually(lambda: not trajectories._thread.is_alive(), "the thread ends")
+        with pytest.raises(EchoError, match="reading trajectories ended"):
+            trajectories.check()
