@@ -21,7 +21,7 @@ from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.topic_spec import TopicNames
 from tests.fakes.log import FakeGroupOffsets, FakeLog, FakeProducer, FakeReader, FakeTransactions
-from tests.helpers import RUN_ID, make_group
+from tests.helpers import RUN_ID, make_group, make_trajectory
 from tests.unit.test_learner import make_model
 
 NAMES = TopicNames.with_prefix("")
@@ -29,7 +29,7 @@ GROUP = 4
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     AcceleratorState._reset_state(True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -67,6 +67,12 @@ class Cluster:
                 for member in make_group(GROUP, number=number, policy_version=version).members:
                     key, headers, value = codec.encode(member.trajectory)
                     self.log.append(NAMES.trajectories, key, value, headers)
+
+    def foreign(self, number: int) -> None:
+        """A record of another run, in the partition that the number's group goes to."""
+        _, headers, value = codec.encode(make_trajectory(run_id="other"))
+        with self.log.changed:
+            self.log.append(NAMES.trajectories, make_group(1, number=number).group_id.encode(), value, headers)
 
     def messages(self) -> list[control.ControlMessage]:
         return [control.decode_control(record.value, record.where) for record in self.log.records(NAMES.control)]
