@@ -21,11 +21,14 @@ log = structlog.get_logger("fleet")
 _POLL_S = 0.2
 # Grants move a little with every heartbeat; at 100 producers one message a second carries them all.
 _PROGRESS_EVERY_S = 1.0
+# Kafka confirms a commit before it shows it, and a node that is killed in between shows it only once the next transaction has
+# begun. So there is always a next one: else producers may wait for a policy that the trainer waits to see sampled.
+_REPEAT_EVERY_S = 5.0
 
 
 class FleetListener:
     """send_progress: sends a control message with the grants that it is given for its sequence number (`take_grants`); called
-    by this thread only, when grants changed."""
+    by this thread only, when grants changed, and every few seconds where they did not."""
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class FleetListener:
         if not self._current:
             self._current = self._reader.at_end()
         with self._lock:
-            due = self._clock() - self._sent_at >= _PROGRESS_EVERY_S and self._fleet.grants() != self._sent
+            silent_s = self._clock() - self._sent_at
+            changed = self._fleet.grants() != self._sent
+            due = silent_s >= (_PROGRESS_EVERY_S if changed else _REPEAT_EVERY_S)
         if due:
             self._send_progress(self.take_grants)

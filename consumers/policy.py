@@ -120,11 +120,14 @@ class PolicyPublisher:
 
     def end(self, *, step: int, reason: str) -> None:
         """Tell producers that the run is over."""
-        self._writer.send(
-            lambda sequence: EndOfRun(
-                run_id=self._run_id, sequence=sequence, version=self.newest, step=step, reason=reason, created=time.time()
+        # Twice: Kafka confirms a commit before it shows it, and a node that is killed in between shows it only once the next
+        # transaction has begun, which nothing else would do after the end.
+        for _ in range(2):
+            self._writer.send(
+                lambda sequence: EndOfRun(
+                    run_id=self._run_id, sequence=sequence, version=self.newest, step=step, reason=reason, created=time.time()
+                )
             )
-        )
 
 
 class Told(NamedTuple):
