@@ -1,0 +1,307 @@
+"""A small real run whose processes can be killed: broker, weight server, trainer, producers, each with its logs.
+
+    with open_broker(choose_broker(), folder) as broker, Swarm(folder / "run", broker) as swarm:
+        swarm.start_all()
+        swarm.kill("trainer"); swarm.start("trainer")
+        swarm.end_well()
+
+Refuses to wait without end or to overlook a death: where a wait lasts too long, or a process ended that was not killed, it
+raises with the ends of all logs.
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from echo import config, journal, report, topics
+from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, plan_broker, start_broker
+from echo.config import RunConfig
+from echo.errors import BrokerError
+from echo.kafka import KafkaLogAdmin, KafkaLogReader
+from echo.log import LogRecord
+from tests.chaos.processes import Process, warm_up
+from tests.conftest import ROOT
+
+T = TypeVar("T")
+
+TRAINER, WEIGHTS = "trainer", "weights"
+GROUP, GROUPS_PER_STEP, STALENESS = 4, 4, 4
+DEAD_S = 2.0
+
+_VOCABULARY = 128
+_LOOK_S = 0.02
+_READ_BACK_S = 60.0
+# After kill -9 a single node waits until its own former session has ended: 9 s by default.
+_APACHE_SETTINGS = {"broker.session.timeout.ms": "1500", "broker.heartbeat.interval.ms": "300"}
+
+
+class ChaosError(Exception):
+    """A process ended that was not killed, or ended otherwise than it had to; the message holds the ends of all logs."""
+
+
+class HungError(ChaosError):
+    """The run did not go on, or did not end, in time."""
+
+
+def choose_broker() -> BrokerPlan:
+    """Apache Kafka where a home is there (KAFKA_HOME or ../shared/kafka), else Tansu. Raises BrokerError."""
+    home = os.environ.get("KAFKA_HOME") or str(ROOT.parent / "shared" / "kafka")
+    try:
+        return plan_broker(environ={**os.environ, "KAFKA_HOME": home})
+    except BrokerError:
+        return plan_broker(environ={})
+
+
+@contextmanager
+def open_broker(plan: BrokerPlan, folder: Path) -> Iterator[RunningBroker]:
+    """A broker of our own: it may be killed."""
+    overrides = _APACHE_SETTINGS if plan.kind == "apache" else None
+    with start_broker(plan, data_dir=folder / "broker", heap_mib=384, overrides=overrides) as broker:
+        yield broker
+
+
+def save_model(folder: Path) -> str:
+    """A tiny Qwen3 with random weights and a tokenizer of one token per ASCII character."""
+    tokenizer = Tokenizer(WordLevel({chr(code): code for code in range(_VOCABULARY)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex(""), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = Qwen3Config(
+        vocab_size=_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(sizes).save_pretrained(folder)
+    return str(folder)
+
+
+class Swarm:
+    """The processes of one run. patience_s: the longest that any single wait may take, restarts and a busy machine included."""
+
+    def __init__(self, folder: Path, broker: RunningBroker, *, producers: int = 2, patience_s: float = 90.0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.broker = broker
+        self.producers = tuple(f"p{number}" for number in range(producers))
+        self._patience_s = patience_s
+        self._folder = folder
+        self._lives: dict[str, int] = {}
+        self._alive: dict[str, Process] = {}
+        self._processes: list[Process] = []
+        self._trainer_since = 0.0
+        self.events: list[str] = []
+        self.run = self._make_run()
+        self.run_file = folder / "run.yaml"
+        config.save(self.run, self.run_file)
+        self.notes = folder / "acknowledged.jsonl"
+        self.notes.touch()
+        self.spec = topics.of_run(self.run)
+        self._admin = KafkaLogAdmin(self.run.broker.settings, client_id="chaos")
+        topics.apply(topics.plan(self.spec, topics.read_actual(self._admin, self.spec.names)), self._admin)
+        warm_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            process.kill()
+
+    # Processes.
+
+    def start_all(self) -> None:
+        for role in (WEIGHTS, TRAINER, *self.producers):
+            self.start(role)
+
+    def start(self, role: str, *overrides: str, die_at: str | int | None = None) -> None:
+        """A new life of a role. die_at: as its `--die-at` takes it."""
+        assert role not in self._alive, f"{role} runs"
+        self._lives[role] = self._lives.get(role, 0) + 1
+        name = f"{role}-{self._lives[role]}"
+        arguments = [] if die_at is None else ["--die-at", str(die_at)]
+        if role in self.producers:
+            arguments += ["--notes", str(self.notes), str(self.run_file), "--id", role, *overrides]
+            module = "producer_process"
+        elif role == TRAINER:
+            arguments += [str(self.run_file), *overrides]
+            module = "trainer_process"
+            self._trainer_since = time.time()
+        else:
+            arguments += [str(self.run_file)]
+            module = "weights_process"
+        self._say(f"start {name} {' '.join(overrides)} {'' if die_at is None else f'to die at {die_at}'}")
+        process = Process(name, f"tests.chaos.{module}", arguments, log_path=self._folder / f"{name}.log")
+        self._alive[role] = process
+        self._processes.append(process)
+
+    def kill(self, role: str) -> None:
+        """kill -9."""
+        self._say(f"kill -9 {role}")
+        self._alive.pop(role).kill()
+
+    def send(self, role: str, number: signal.Signals) -> None:
+        self._say(f"{number.name} to {role}")
+        self._alive[role].send(number)
+
+    def await_death(self, role: str) -> str:
+        """Wait until a process has killed itself; where it did."""
+        process = self._alive[role]
+        self.until(lambda: process.poll() is not None, f"{role} dies by its own hand", dying=role)
+        del self._alive[role]
+        told = [line for line in process.log_path.read_text(errors="replace").splitlines() if line.startswith("DIES ")]
+        if process.poll() != -signal.SIGKILL or not told:
+            raise ChaosError(self._with_logs(f"{role} was to kill itself, and ended with status {process.poll()}"))
+        self._say(f"{role} died {told[0]}")
+        return told[0].removeprefix("DIES ")
+
+    def restart_broker(self) -> None:
+        """kill -9 of the single node, and a new start on its data."""
+        assert isinstance(self.broker, ApacheBroker)
+        self._say("kill -9 the broker")
+        self.broker.kill_node(1)
+        self.broker.restart_node(1)
+        self._say("the broker is back")
+
+    def stop_trainer(self) -> None:
+        """A planned stop: it must end with status 0."""
+        self.send(TRAINER, signal.SIGTERM)
+        self._await_end([TRAINER])
+
+    def end_well(self, *, more_steps: int = 4) -> None:
+        """A planned stop of the trainer, its last life with some steps left to do, and everybody ends with status 0."""
+        if TRAINER in self._alive:
+            self.await_training()
+            self.stop_trainer()
+        self.start(TRAINER, f"learner.steps={self.step() + more_steps}")
+        self.await_end()
+
+    def await_end(self) -> None:
+        """Trainer and producers end by themselves with status 0, and the weight server when it is asked to."""
+        self._await_end([TRAINER, *self.producers])
+        self.send(WEIGHTS, signal.SIGTERM)
+        self._await_end([WEIGHTS])
+
+    def _await_end(self, roles: Iterable[str]) -> None:
+        wanted = [self._alive[role] for role in roles]
+        self.until(
+            lambda: all(process.poll() == 0 for process in wanted),
+            f"{', '.join(process.name for process in wanted)} end with status 0",
+        )
+        for role in roles:
+            self._say(f"{role} ended with status 0")
+            del self._alive[role]
+
+    # Looking.
+
+    def until(self, condition: Callable[[], T], what: str, *, dying: str | None = None) -> T:
+        """What `condition` gives once it is true. Raises ChaosError where that takes too long, or a process ended of itself."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            value = condition()
+            if value:
+                return value
+            self.look(dying=dying)
+            if time.monotonic() > deadline:
+                raise HungError(self._with_logs(f"hung: not within {self._patience_s:g} s: {what}"))
+            time.sleep(_LOOK_S)
+
+    def look(self, *, dying: str | None = None) -> None:
+        """Raise ChaosError where a process has ended that was not killed, other than well."""
+        self.broker.check()
+        for role, process in self._alive.items():
+            if role != dying and process.poll():
+                raise ChaosError(self._with_logs(f"{process.name} ended with status {process.poll()}"))
+
+    def live_on(self, seconds: float) -> None:
+        """Let the run go on for so long: how long it lives is the scenario, not a wait for something."""
+        until = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= until, "the time is over")
+
+    def await_training(self, steps: int = 1) -> None:
+        """Wait until the trainer's present life has done this many steps."""
+        began = self._trainer_since
+        self.until(
+            lambda: sum(line.get("time", 0.0) > began for line in self.journal()) >= steps, f"{steps} steps of the trainer"
+        )
+
+    def journal(self) -> list[dict[str, Any]]:
+        path = self.run.checkpoint.dir / journal.FILE_NAME
+        return list(journal.read(path)) if path.exists() else []
+
+    def step(self) -> int:
+        """The newest checkpoint's step."""
+        return max((int(path.name[5:12]) for path in self.run.checkpoint.dir.glob("step-*")), default=0)
+
+    def acknowledged(self) -> list[tuple[str, int, int]]:
+        """What the broker acknowledged to producers: (trajectory id, partition, offset)."""
+        # A kill may cut the last line of a life short; then the producer did not hear of the acknowledgement either.
+        lines = self.notes.read_text().splitlines()
+        return [tuple(json.loads(line)) for line in lines if line.endswith("]")]
+
+    def records(self, topic: str) -> list[LogRecord]:
+        """A topic from its beginning to its end."""
+        reader = KafkaLogReader(self.run.broker.settings, client_id="chaos", max_record_bytes=self.run.limits.record_bytes)
+        try:
+            partitions = self._admin.partitions(topic, 20.0)
+            return list(report.read_topic(reader, topic, partitions, deadline_s=_READ_BACK_S))
+        finally:
+            reader.close()
+
+    def _say(self, event: str) -> None:
+        self.events.append(f"{time.strftime('%H:%M:%S')} {event.strip()}")
+
+    def _with_logs(self, what: str) -> str:
+        tails = [process.tail() for process in self._processes if process in self._alive.values()]
+        return "\n".join([what, "--- events", *self.events[-30:], *tails])
+
+    def _make_run(self) -> RunConfig:
+        name = f"chaos-{secrets.token_hex(4)}"
+        return RunConfig.model_validate(
+            {
+                "run_id": name,
+                "max_staleness": STALENESS,
+                "model": {"path": save_model(self._folder / "model")},
+                "task": {"name": "count_on"},
+                "broker": {"settings": {"bootstrap.servers": self.broker.bootstrap_servers}},
+                "topics": {"prefix": f"{name}-"},
+                "sampling": {"group_size": GROUP, "max_tokens": 16},
+                "producer": {"engine": "fake", "groups_per_call": 2, "heartbeat_s": 0.3},
+                "batch": {"groups_per_step": GROUPS_PER_STEP, "group_deadline_s": 2.0, "producer_dead_s": DEAD_S},
+                "learner": {"steps": 1_000_000, "lr": 1e-3, "threads": 1},
+                "checkpoint": {"dir": str(self._folder / "checkpoints"), "every": 3},
+                "weights": {
+                    "dir": str(self._folder / "weights"),
+                    "serve": False,
+                    "port": _free_port(),
+                    "chunk_bytes": 8192,
+                    "read_timeout_s": 5.0,
+                },
+                "metrics": {"train_port": 0, "produce_port": 0},
+                "limits": {"waiting_s": 5.0},
+            }
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
