@@ -31,9 +31,13 @@ class ControlWriter:
     def __init__(self, sender: LogTransactions, topic: str) -> None:
         self._sender = sender
         self._topic = topic
-        self.sequence = -1
-        """Of the run's newest control message; set it before the first `send` of a resumed run."""
+        self._sequence = -1
         self._lock = threading.Lock()
+
+    def go_on_after(self, sequence: int) -> None:
+        """Of the run's newest message that can be seen. Call it before the first `send` of a resumed run."""
+        # One more may have been committed and not be shown yet (see `PolicyPublisher.end`): its number is not used again.
+        self._sequence = sequence + 1
 
     def send(self, make: Callable[[int], MessageT]) -> MessageT:
         """Make the next message, with its sequence number, and commit it: the log has messages in the order of their numbers.
@@ -41,8 +45,8 @@ class ControlWriter:
         Raises BrokerError, FencedError; the number is used up all the same.
         """
         with self._lock:
-            self.sequence += 1
-            message = make(self.sequence)
+            self._sequence += 1
+            message = make(self._sequence)
             self._sender.send(self._topic, [(control.key(message), control.encode(message))])
             return message
 

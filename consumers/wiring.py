@@ -102,7 +102,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
         writer = ControlWriter(clients.open_control(), names.control)
         opened.callback(writer.close)
         told = _read_told(run, clients)
-        writer.sequence = told.sequence
+        writer.go_on_after(told.sequence)
         intake = Intake(
             run_id=run.run_id,
             max_staleness=run.max_staleness,

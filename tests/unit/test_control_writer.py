@@ -5,7 +5,7 @@ from pathlib import Path
 
 from consumers.fleet import Fleet
 from consumers.fleet_listener import FleetListener
-from consumers.policy import ControlWriter, PolicyPublisher
+from consumers.policy import ControlWriter, PolicyPublisher, read_told
 from echo import control
 from echo.control import Announcement, ControlMessage, EndOfRun, Grant
 from echo.weights.manifest import HostTensor
@@ -55,6 +55,20 @@ def test_the_end_of_a_run_is_seen_although_nothing_comes_after_it(tmp_path: Path
     publisher, seen, _ = make(tmp_path)
     publisher.end(step=1, reason="done")
     assert [type(message) for message in seen()] == [EndOfRun]
+
+
+def test_a_resumed_run_uses_no_number_twice_that_nobody_could_see(tmp_path: Path) -> None:
+    """A trainer that was killed with its broker leaves a message that its successor can't read; the successor's shows both."""
+    publisher, seen, log = make(tmp_path)
+    for step in (1, 2):
+        publisher.progress(step=step, grants=lambda sequence: {})
+    told = read_told(FakeReader(log), topic="control", run_id=RUN, waiting_s=5.0, deadline_s=5.0)
+    writer = publisher._writer
+    writer.go_on_after(told.sequence)
+    publisher.end(step=2, reason="done")
+    numbers = [message.sequence for message in seen()]
+    assert len(numbers) == 3
+    assert numbers == sorted(set(numbers))
 
 
 def test_an_announcement_is_seen_although_no_grant_changes_after_it(tmp_path: Path) -> None:
