@@ -74,6 +74,14 @@ class Cluster:
         with self.log.changed:
             self.log.append(NAMES.trajectories, make_group(1, number=number).group_id.encode(), value, headers)
 
+    def part_of_a_group(self, number: int, **fields: Any) -> None:
+        """The first member of a group whose others never come."""
+        key, headers, value = codec.encode(
+            make_group(GROUP, number=number, members=[fields, *[{}] * (GROUP - 1)]).members[0].trajectory
+        )
+        with self.log.changed:
+            self.log.append(NAMES.trajectories, key, value, headers)
+
     def messages(self) -> list[control.ControlMessage]:
         return [control.decode_control(record.value, record.where) for record in self.log.records(NAMES.control)]
 
