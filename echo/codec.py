@@ -35,8 +35,15 @@ SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
 
 Headers = list[tuple[str, bytes]]
 
-_TOKEN_DTYPES = ("<u2", "<u4")
-_LOGPROB_DTYPES = ("<f4", "<f2")
+_SCHEMA_BYTES = SCHEMA.encode()
+
+_U1, _U2, _I4 = np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4")
+_TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"<u2": _U2, "<u4": np.dtype("<u4")}
+_LOGPROB_DTYPES: dict[str, np.dtype[Any]] = {"<f4": np.dtype("<f4"), "<f2": np.dtype("<f2")}
+_MASK_DTYPES: dict[str, np.dtype[Any]] = {"|b1": np.dtype("|b1")}
+# What most loss masks are: records share it, read only.
+_ALL_TRUE = np.ones(2**16, dtype=np.bool_)
+_ALL_TRUE.flags.writeable = False
 
 MAX_NAME_BYTES = 1024
 """Of each of a record's run, trajectory and group ids: readers keep the ids of groups in memory."""
@@ -131,7 +138,7 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
         prompt_ids=_pack_ids("prompt_ids", t.prompt_ids),
         completion_ids=_pack_ids("completion_ids", t.completion_ids),
         logprobs=_pack_logprobs(t.logprobs),
-        loss_mask=None if t.loss_mask.all() else _Array("|b1", np.ascontiguousarray(t.loss_mask, dtype="|b1").tobytes()),
+        loss_mask=_pack_mask(t.loss_mask),
         spans=list(t.spans),
         reward=float(t.reward),
         reward_components=t.reward_components,
@@ -167,7 +174,8 @@ def decode_headers(headers: Iterable[tuple[str, bytes | None]] | None) -> Record
     schema = found.get("schema")
     if schema is None:
         raise CorruptRecordError("header 'schema' is missing: not an Echo trajectory record")
-    check_schema(schema)
+    if schema != _SCHEMA_BYTES:
+        check_schema(schema)
     try:
         return RecordHeader(
             _text(found["run"]),
@@ -209,13 +217,9 @@ def decode(value: bytes | None) -> Trajectory:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         check_schema(_schema_of(value))
         raise CorruptRecordError(f"the value is not a record of schema {SCHEMA}: {error}") from None
-    check_schema(wire.schema)
-    completion_ids = _unpack_ids("completion_ids", wire.completion_ids)
-    mask = (
-        np.ones(len(completion_ids), dtype=np.bool_)
-        if wire.loss_mask is None
-        else _unpack("loss_mask", wire.loss_mask, ("|b1",))
-    )
+    if wire.schema != SCHEMA:
+        check_schema(wire.schema)
+    prompt_ids, completion_ids = _unpack_both(wire.prompt_ids, wire.completion_ids)
     trajectory = Trajectory(
         run_id=wire.run_id,
         trajectory_id=wire.trajectory_id,
@@ -224,10 +228,10 @@ def decode(value: bytes | None) -> Trajectory:
         group_index=wire.group_index,
         task=wire.task,
         prompt_id=wire.prompt_id,
-        prompt_ids=_unpack_ids("prompt_ids", wire.prompt_ids),
+        prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         logprobs=_unpack("logprobs", wire.logprobs, _LOGPROB_DTYPES),
-        loss_mask=mask,
+        loss_mask=_unpack_mask(wire.loss_mask, len(completion_ids)),
         spans=tuple(wire.spans),
         reward=wire.reward,
         reward_components=wire.reward_components,
@@ -277,33 +281,54 @@ def _count(raw: bytes | None) -> int:
 
 
 def _pack_ids(name: str, ids: npt.NDArray[np.int32]) -> _Array:
-    ids = np.ascontiguousarray(ids, dtype="<i4")
+    ids = np.ascontiguousarray(ids, dtype=_I4)
     highest = int(np.maximum.reduce(ids.view("<u4"))) if len(ids) else 0
     if highest > _MAX_TOKEN_ID:
         raise CorruptRecordError(f"{name} holds a negative token id")
     if highest < 2**16:
-        return _Array("<u2", ids.astype("<u2").tobytes())
+        return _Array("<u2", ids.astype(_U2).tobytes())
     if highest < 2**24:
-        return _Array("<u2", ids.view("<u2")[::2].tobytes(), ids.view("u1")[2::4].tobytes())
+        return _Array("<u2", ids.view(_U2)[::2].tobytes(), ids.view(_U1)[2::4].tobytes())
     return _Array("<u4", ids.tobytes())
 
 
 def _pack_logprobs(logprobs: npt.NDArray[Any]) -> _Array:
     dtype = "<f2" if logprobs.dtype == np.float16 else "<f4"
-    return _Array(dtype, logprobs.astype(dtype, copy=False).tobytes())
+    return _Array(dtype, logprobs.astype(_LOGPROB_DTYPES[dtype], copy=False).tobytes())
 
 
-def _unpack(name: str, array: _Array, allowed: tuple[str, ...]) -> npt.NDArray[Any]:
+def _pack_mask(mask: npt.NDArray[np.bool_]) -> _Array | None:
+    data = mask.astype(np.bool_, copy=False).tobytes()
+    return _Array("|b1", data) if b"\0" in data else None
+
+
+def _unpack(name: str, array: _Array, allowed: dict[str, np.dtype[Any]]) -> npt.NDArray[Any]:
     """The values as they lie in the record. `high` belongs to token ids and is left to `_unpack_ids`."""
-    if array.dtype not in allowed:
+    dtype = allowed.get(array.dtype)
+    if dtype is None:
         raise CorruptRecordError(f"{name} has dtype {array.dtype[:20]!r}, not one of {', '.join(allowed)}")
-    dtype = np.dtype(array.dtype)
     if len(array.data) % dtype.itemsize:
         raise CorruptRecordError(f"{name} has {len(array.data)} bytes, not a multiple of {dtype.itemsize}")
-    values = np.frombuffer(array.data, dtype=dtype)
-    if dtype.kind == "b" and len(values) and np.frombuffer(array.data, dtype="u1").max() > 1:
-        raise CorruptRecordError(f"{name} holds a byte other than 0 and 1")
+    return np.frombuffer(array.data, dtype=dtype)
+
+
+def _unpack_mask(array: _Array | None, completion: int) -> npt.NDArray[np.bool_]:
+    if array is None:
+        return _ALL_TRUE[:completion] if completion <= len(_ALL_TRUE) else np.ones(completion, dtype=np.bool_)
+    values = _unpack("loss_mask", array, _MASK_DTYPES)
+    if array.data.translate(None, b"\0\1"):
+        raise CorruptRecordError("loss_mask holds a byte other than 0 and 1")
     return values
+
+
+def _unpack_both(prompt: _Array, completion: _Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Prompt and completion ids. Most records split both: their bytes are joined in one go, which is cheaper than two."""
+    if prompt.high is not None and completion.high is not None and prompt.dtype == completion.dtype == "<u2":
+        size, whole = len(prompt.high), len(prompt.high) + len(completion.high)
+        if len(prompt.data) == 2 * size and len(completion.data) == 2 * (whole - size):
+            ids = _join(prompt.data + completion.data, prompt.high + completion.high)
+            return ids[:size], ids[size:]
+    return _unpack_ids("prompt_ids", prompt), _unpack_ids("completion_ids", completion)
 
 
 def _unpack_ids(name: str, array: _Array) -> npt.NDArray[np.int32]:
@@ -314,11 +339,15 @@ def _unpack_ids(name: str, array: _Array) -> npt.NDArray[np.int32]:
         return values.astype(np.int32)
     if array.dtype != "<u2" or len(array.high) != len(values):
         raise CorruptRecordError(f"{name} has {len(array.high)} high bytes for {len(values)} values of dtype {array.dtype}")
-    ids = np.empty(len(values), dtype="<i4")
-    halves = ids.view("<u2")
-    halves[::2] = values
-    halves[1::2] = np.frombuffer(array.high, dtype="u1")
-    return ids.astype(np.int32, copy=False)
+    return _join(array.data, array.high)
+
+
+def _join(low: bytes, high: bytes) -> npt.NDArray[np.int32]:
+    """Ids of their low 16 bits and the byte above them."""
+    halves = np.empty((len(high), 2), dtype=_U2)
+    halves[:, 0] = np.frombuffer(low, dtype=_U2)
+    halves[:, 1] = np.frombuffer(high, dtype=_U1)
+    return halves.view(_I4).reshape(len(high)).astype(np.int32, copy=False)
 
 
 class _SchemaOnly(msgspec.Struct):

@@ -141,23 +141,29 @@ def problems(trajectory: Trajectory) -> list[str]:
     found: list[str] = []
     t = trajectory
     completion = len(t.completion_ids)
-    for name in ("run_id", "trajectory_id", "group_id"):
-        if not getattr(t, name):
-            found.append(f"{name} is empty")
+    if not (t.run_id and t.trajectory_id and t.group_id):
+        found.extend(f"{name} is empty" for name in ("run_id", "trajectory_id", "group_id") if not getattr(t, name))
     if not 0 <= t.group_index < t.group_size:
         found.append(f"group_index {t.group_index} is outside [0, group_size {t.group_size})")
     if len(t.prompt_ids) == 0:
         found.append("prompt_ids is empty")
     if completion == 0:
         found.append("completion_ids is empty")
-    for name in ("logprobs", "loss_mask"):
-        if len(getattr(t, name)) != completion:
-            found.append(f"{name} has {len(getattr(t, name))} values for {completion} completion tokens")
+    if len(t.logprobs) != completion:
+        found.append(f"logprobs has {len(t.logprobs)} values for {completion} completion tokens")
+    if len(t.loss_mask) != completion:
+        found.append(f"loss_mask has {len(t.loss_mask)} values for {completion} completion tokens")
     found.extend(_logprob_problems(t.logprobs))
     if not abs(t.reward) <= MAX_REWARD:
         found.append(f"reward is {t.reward}")
-    if t.reward_components and not all(abs(value) <= MAX_REWARD for value in t.reward_components.values()):
-        found.append("reward_components holds NaN, infinity or a value beyond +-1e30")
+    text = len(t.run_id) + len(t.trajectory_id) + len(t.group_id) + len(t.task) + len(t.prompt_id) + len(t.engine)
+    text += len(t.model) + len(t.producer_id)
+    for name, value in t.reward_components.items():
+        text += len(name)
+        if not abs(value) <= MAX_REWARD:
+            found.append(f"reward_components[{name[:40]!r}] is {value}")
+    if text > MAX_TEXT_CHARS:
+        found.append(f"the text fields have {text} characters, at most {MAX_TEXT_CHARS} are allowed")
     if len(t.reward_components) > MAX_REWARD_COMPONENTS:
         found.append(f"reward_components has {len(t.reward_components)} entries, at most {MAX_REWARD_COMPONENTS} are allowed")
     if t.finish_reason not in FINISH_REASONS:
@@ -166,10 +172,6 @@ def problems(trajectory: Trajectory) -> list[str]:
         found.append(f"sampling.temperature is {t.sampling.temperature}")
     if t.sampling.logprob_mode not in LOGPROB_MODES:
         found.append(f"sampling.logprob_mode {t.sampling.logprob_mode[:40]!r} is none of {', '.join(LOGPROB_MODES)}")
-    text = len(t.run_id) + len(t.trajectory_id) + len(t.group_id) + len(t.task) + len(t.prompt_id) + len(t.engine)
-    text += len(t.model) + len(t.producer_id) + sum(map(len, t.reward_components))
-    if text > MAX_TEXT_CHARS:
-        found.append(f"the text fields have {text} characters, at most {MAX_TEXT_CHARS} are allowed")
     found.extend(span_problems(t.spans, completion))
     return found
 
@@ -191,10 +193,11 @@ def span_problems(spans: Sequence[tuple[int, int]], completion: int) -> list[str
     if not spans or spans[0][0] != 0:
         return ["spans do not start at token 0"]
     found = []
-    if any(not 0 <= version <= MAX_VERSION for _, version in spans):
-        found.append("spans hold a negative policy version, or one above 2**53")
+    # Where they rise, the first version is the lowest and the last the highest.
     if any(b[0] <= a[0] or b[1] <= a[1] for a, b in itertools.pairwise(spans)):
         found.append("spans do not rise strictly in token and version")
+    if spans[0][1] < 0 or spans[-1][1] > MAX_VERSION:
+        found.append("spans hold a negative policy version, or one above 2**53")
     if spans[-1][0] >= max(completion, 1):
         found.append(f"the last span starts at token {spans[-1][0]} of {completion}")
     return found
