@@ -27,6 +27,8 @@ _READER_DEFAULTS: dict[str, Any] = {
     "isolation.level": "read_committed",
     "fetch.wait.max.ms": 100,
     "queued.max.messages.kbytes": 65536,
+    # How long fetching rests once that is full. The client's own second is longer than it takes to read 64 MiB.
+    "fetch.queue.backoff.ms": 20,
     "check.crcs": True,
     "allow.auto.create.topics": False,
 }
