@@ -29,7 +29,7 @@ _SLICE_S = 0.2
 
 def record_bytes(record: codec.EncodedRecord) -> int:
     """Bytes of a record as Kafka counts them before compression, rounded up."""
-    headers = sum(len(name) + len(value) + _HEADER_OVERHEAD for name, value in record.headers)
+    headers = sum([len(name) + len(value) for name, value in record.headers]) + _HEADER_OVERHEAD * len(record.headers)
     return len(record.key) + len(record.value) + headers + _RECORD_OVERHEAD
 
 
@@ -113,6 +113,7 @@ class Publisher:
         missing = [len(records)]
         for record, size in records:
             self._send(record, size, missing)
+        self._metrics.bytes.inc(sum(size for _, size in records))
         return True
 
     def flush(self, deadline_s: float) -> None:
@@ -165,7 +166,7 @@ class Publisher:
         return records
 
     def _send(self, record: codec.EncodedRecord, size: int, missing: list[int]) -> None:
-        watch = Watch("room in the queue to the broker", self._describe, limit_s=self._waiting_s, clock=self._clock)
+        watch: Watch | None = None
         give_up_at: float | None = None
         ticket = -1
         while True:
@@ -179,8 +180,10 @@ class Publisher:
                     self._unacknowledged[ticket] = (size, self._clock())
                     self._queued += size
             if ticket >= 0 and self._hand_over(record, ticket, missing):
-                self._metrics.bytes.inc(size)
                 return
+            watch = watch or Watch(
+                "room in the queue to the broker", self._describe, limit_s=self._waiting_s, clock=self._clock
+            )
             if self._stopping():
                 give_up_at = give_up_at if give_up_at is not None else self._clock() + self._flush_timeout_s
                 if self._clock() >= give_up_at:

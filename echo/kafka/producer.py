@@ -19,7 +19,10 @@ log = structlog.get_logger("kafka")
 _PRODUCER_DEFAULTS: dict[str, Any] = {
     "enable.idempotence": True,
     "acks": "all",
-    "compression.type": "lz4",
+    # Measured on records of 256 + 1,024 tokens: 4.6 bytes per token, lz4 5.2, none 6.8; zstd at its own level (3) saves no
+    # more. It takes 5 us more per record than lz4 to write and 4 us to read, of some 60 and 50 in all.
+    "compression.type": "zstd",
+    "compression.level": 1,
     "linger.ms": 20,
     "partitioner": "murmur2_random",
     "allow.auto.create.topics": False,
