@@ -46,6 +46,8 @@ class KafkaGroupOffsets:
             if self._succeeded(max(0.0, deadline - time.monotonic())) and self._sent == self._wanted:
                 return
             if time.monotonic() >= deadline:
+                if self._request is not None and not self._request.done():
+                    self._warn(f"no answer within {timeout_s:g} s")
                 return
             # A coordinator that is only just loading refuses at first.
             time.sleep(_RETRY_S)
