@@ -8,7 +8,7 @@ done, is decided by `intake` and `ledger`; this file only puts the parts in orde
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ class Trainer:
         check_children: Callable[[], None] = lambda: None,
         cluster_id: str,
         shown: LogGroupOffsets,
-        abandoned: Sequence[Interval] = (),
+        abandoned: Callable[..., list[Interval]],
         step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +77,8 @@ class Trainer:
         self._check_children = check_children
         self._cluster_id = cluster_id
         self._shown = shown
-        self._abandoned = abandoned
+        self._find_abandoned = abandoned
+        self._abandoned: list[Interval] = []
         self._clock = clock
         self.step = step
         self._unjournaled: list[Resolution] = []
@@ -93,6 +94,7 @@ class Trainer:
         """Train until the steps are done or a stop is asked for. Raises EchoError."""
         # Also after a restart: the restored policy gets a version of its own, above all that was announced.
         self._publish({})
+        self._abandoned = self._find_abandoned(republished=self._publisher.newest)
         self._reader.start()
         self._fleet.start()
         while self.step < self._run.learner.steps:

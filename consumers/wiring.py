@@ -168,10 +168,10 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             check_children=check_children,
             cluster_id=clients.cluster_id,
             shown=shown,
-            abandoned=abandoned(
+            abandoned=partial(
+                abandoned,
                 restored.get("abandoned", ()),
                 restored=loaded.policy_version if loaded is not None else -1,
-                newest=told.version,
             ),
             step=loaded.step if loaded is not None else 0,
         )
