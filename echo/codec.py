@@ -20,6 +20,7 @@ with `SchemaError`, from the header alone.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -73,13 +74,13 @@ class RecordHeader(NamedTuple):
     token_count: int
 
 
-class _Array(msgspec.Struct, omit_defaults=True):
+class _Array(msgspec.Struct, omit_defaults=True, gc=False):
     dtype: str
     data: bytes
     high: bytes | None = None
 
 
-class _Value(msgspec.Struct, kw_only=True):
+class _Value(msgspec.Struct, kw_only=True, gc=False):
     """The wire form of the value. Field names are the schema: see the compatibility rule above."""
 
     schema: str
@@ -273,6 +274,8 @@ def _text(raw: bytes | None) -> str:
     return raw.decode()
 
 
+# Counts repeat from record to record: looking one up costs less than half of reading it. Failures are not kept.
+@lru_cache(maxsize=4096)
 def _count(raw: bytes | None) -> int:
     # int() alone would take "+1", "1_0" and blanks, and digits without end.
     if raw is None or len(raw) > 19 or not raw.isdigit():

@@ -33,7 +33,7 @@ MAX_VERSION = 2**53
 _LOGPROB_ROUNDING = 1e-3
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How the tokens were drawn.
 
     `logprob_mode` says what the behaviour logprobs are of: "processed" is the distribution after temperature, top-k and
@@ -48,8 +48,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprob_mode: str = "processed"
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """One sampled completion, single or multi turn.
+
+    gc=False: records can't be part of a cycle, and buffers hold so many that Python's collector would be slow to visit them.
 
     P is the number of prompt tokens, C the number of completion tokens, both >= 1.
 
