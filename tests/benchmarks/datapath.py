@@ -1,6 +1,6 @@
 """What Echo's own work costs on the way of the records: the same bytes, on the same broker, with and without Echo.
 
-    python tests/benchmarks/datapath.py [--json out.json] [--records 20000] [--repetitions 5]
+    python tests/benchmarks/datapath.py [--json out.json] [--records 20000] [--repetitions 7]
 
 Runs on the embedded Tansu and, where there is a home (KAFKA_HOME or ../shared/kafka) and Java, on Apache Kafka after a
 warm-up. A record has 256 prompt and 1,024 completion tokens with float32 logprobs; eight of a group share their prompt.
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ GROUP = 8
 GROUPS_PER_STEP = 32
 VOCABULARY = 151_936
 PARTITIONS = 8
-QUEUE_BYTES = 64 * 2**20
+QUEUE_BYTES = 256 * 2**20  # As echo-produce has it by default
 RECORD_BYTES = 16 * 2**20
 DEADLINE_S = 120.0
 # Token arrays made; records share them at a distance of some 30 MB, far beyond what a compressor looks back.
@@ -284,27 +285,15 @@ def measure(bench: Bench, records: int, repetitions: int, say: Callable[[str], N
             found.setdefault(name, []).append(value)
 
     for repetition in range(-1, repetitions):
-        times: dict[str, Timed] = {}
-
-        def bare(times: dict[str, Timed] = times) -> None:
-            with bench.topic() as name:
-                times["bare_write"] = bench.bare_write(name)
-                times["bare_read"] = bench.bare_read(name)
-
-        def echo(times: dict[str, Timed] = times, repetition: int = repetition) -> None:
-            with bench.topic() as name:
-                times["echo_write"] = bench.echo_write(name)
-                times["echo_read"] = bench.echo_read(name, stale=False)
-                reads: list[tuple[str, Callable[[], Timed]]] = [
-                    ("stale_read", lambda: bench.echo_read(name, stale=True)),
-                    ("plain_read", lambda: bench.bare_read(name)),
-                ]
-                for label, read in reads if repetition % 2 else reads[::-1]:
-                    times[label] = read()
-
-        for way in (bare, echo) if repetition % 2 else (echo, bare):
-            gc.collect()
-            way()
+        gc.collect()
+        with bench.topic() as bare, bench.topic() as echo:
+            steps: list[tuple[tuple[str, Callable[[], Timed]], tuple[str, Callable[[], Timed]]]] = [
+                (("bare_write", partial(bench.bare_write, bare)), ("echo_write", partial(bench.echo_write, echo))),
+                (("bare_read", partial(bench.bare_read, bare)), ("echo_read", partial(bench.echo_read, echo, stale=False))),
+                (("plain_read", partial(bench.bare_read, echo)), ("stale_read", partial(bench.echo_read, echo, stale=True))),
+            ]
+            # What is compared runs one right after the other, in turns the one or the other first.
+            times = {name: run() for pair in steps for name, run in (pair if repetition % 2 else pair[::-1])}
         if repetition < 0:
             continue  # a warm-up: of the broker's Java, of the page cache
         wall = {name: timed.wall_s for name, timed in times.items()}
@@ -353,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the numbers go")
     parser.add_argument("--records", type=int, default=20_000)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--broker", choices=["tansu", "apache"], help="only this one")
     options = parser.parse_args(arguments)
     groups = make_groups(options.records)
