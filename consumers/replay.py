@@ -116,7 +116,7 @@ def table(report: Mapping[str, Any]) -> "Table":
         *((f"  {g['group_id']}", _places(g["members"])) for g in report["groups"]),
         ("tokens", str(report["tokens"])),
         ("reward mean", f"{report['reward_mean']:.4f}"),
-        ("staleness", ages),
+        ("staleness (versions)", ages),
         ("micro-batches", shapes),
         ("digest", report["digest"]),
         ("as trained", "yes, byte for byte" if report["matches"] else f"NO, the journal has {report['recorded_digest']}"),

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
 
+from echo import config
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, start_broker
 from tests.e2e.demo import Demo, check_summary
 
@@ -30,6 +32,13 @@ def kcat(*arguments: str) -> str:
     return subprocess.run(["kcat", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
+def frontier_of(demo: Demo, topic: str) -> dict[tuple[str, int], int]:
+    """The lowest offset not resolved, per partition, in the newest checkpoint."""
+    newest = max((demo.out / "checkpoints").glob("step-*"))
+    frontier = json.loads((newest / "meta.json").read_text())["reader"]["ledger"]["frontier"]
+    return {(topic, int(number)): offset for number, offset in frontier.items()}
+
+
 def test_the_same_run_on_apache_kafka_is_readable_by_kcat(
     apache: RunningBroker, tmp_path: Path, topic_prefix: str, started: list[Demo]
 ) -> None:
@@ -43,6 +52,12 @@ def test_the_same_run_on_apache_kafka_is_readable_by_kcat(
     assert "bootstrap.servers of the run file" in demo.log
     summary = demo.summary()
     check_summary(summary)
+
+    group = f"echo-{config.load(demo.out / 'run.yaml').run_id}"
+    admin = AdminClient({"bootstrap.servers": servers})
+    offsets = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)], request_timeout=20.0)
+    shown = {(at.topic, at.partition): at.offset for at in offsets[group].result(20.0).topic_partitions}
+    assert shown == frontier_of(demo, f"{topic_prefix}trajectories"), "lag tools see what the last checkpoint holds"
 
     if shutil.which("kcat") is None:
         pytest.skip("kcat is not installed (Debian: apt-get install kcat); the demo itself ran well")
