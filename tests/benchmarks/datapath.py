@@ -347,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     groups = make_groups(options.records)
     encoded = [codec.encode(trajectory) for group in groups for trajectory in group]
+    # The records made above are no work for the collector while others are timed.
     gc.freeze()
     brokers: dict[str, dict[str, float]] = {}
     for plan in plans():
@@ -363,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {**worst, "records": len(encoded), "brokers": brokers}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
+    gc.unfreeze()
     missed = shortfalls(worst)
     print("falls short: " + "; ".join(missed) if missed else "all targets are met: " + json.dumps(worst))
     return 1 if missed else 0
