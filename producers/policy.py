@@ -35,7 +35,8 @@ class ControlState:
     """What the control topic says about our run up to here.
 
     announcement: the newest policy. sequence: number of the last message that carries grants, -1 before the first.
-    grant: what it granted our incarnation, None where it does not name us. end: the end of the run, unless it was resumed after it.
+    grant: what it granted our incarnation, None where it does not name us.
+    end: the end of the run, unless it was resumed after it.
     """
 
     announcement: Announcement | None = None
