@@ -67,6 +67,7 @@ class Publisher:
         self._unacknowledged: dict[int, tuple[int, float]] = {}
         self._queued = 0
         self._tickets = 0
+        self._wants_room = False
         self._error: BrokerError | None = None
         self._closed = False
         self.acknowledged = 0
@@ -191,7 +192,9 @@ class Publisher:
                         f"topic {self._topic}: stopped while the queue is full ({self._describe()}): is the broker up?"
                     )
             with self._changed:
+                self._wants_room = True
                 self._changed.wait(_SLICE_S)
+                self._wants_room = False
             watch.check()
 
     def _hand_over(self, record: codec.EncodedRecord, ticket: int, missing: list[int]) -> bool:
@@ -217,7 +220,9 @@ class Publisher:
                 self._error = self._error or BrokerError(
                     f"topic {delivery.topic}: a record was refused for good: {delivery.error}; nothing acknowledged is lost"
                 )
-            self._changed.notify_all()
+            # To wake `flush` for every report would cost more than all else that is done for it.
+            if self._wants_room or self._error is not None or not self._unacknowledged:
+                self._changed.notify_all()
 
     def _serve(self) -> None:
         while True:
