@@ -107,8 +107,12 @@ class Swarm:
         self._lives: dict[str, int] = {}
         self._alive: dict[str, Process] = {}
         self._processes: list[Process] = []
+        self._to_die: set[Process] = set()
         self._trainer_since = 0.0
         self.events: list[str] = []
+        # Two partitions instead of eight: more groups of different producers and versions behind one another in each.
+        self._topics = folder / "topics.yaml"
+        self._topics.write_text((ROOT / "topics.yaml").read_text().replace("partitions: 8", "partitions: 2"))
         self.run = self._make_run()
         self.run_file = folder / "run.yaml"
         config.save(self.run, self.run_file)
@@ -152,6 +156,8 @@ class Swarm:
         process = Process(name, f"tests.chaos.{module}", arguments, log_path=self._folder / f"{name}.log")
         self._alive[role] = process
         self._processes.append(process)
+        if die_at is not None:
+            self._to_die.add(process)
 
     def kill(self, role: str) -> None:
         """kill -9."""
@@ -165,7 +171,7 @@ class Swarm:
     def await_death(self, role: str) -> str:
         """Wait until a process has killed itself; where it did."""
         process = self._alive[role]
-        self.until(lambda: process.poll() is not None, f"{role} dies by its own hand", dying=role)
+        self.until(lambda: process.poll() is not None, f"{role} dies by its own hand")
         del self._alive[role]
         told = [line for line in process.log_path.read_text(errors="replace").splitlines() if line.startswith("DIES ")]
         if process.poll() != -signal.SIGKILL or not told:
@@ -212,23 +218,23 @@ class Swarm:
 
     # Looking.
 
-    def until(self, condition: Callable[[], T], what: str, *, dying: str | None = None) -> T:
+    def until(self, condition: Callable[[], T], what: str) -> T:
         """What `condition` gives once it is true. Raises ChaosError where that takes too long, or a process ended of itself."""
         deadline = time.monotonic() + self._patience_s
         while True:
             value = condition()
             if value:
                 return value
-            self.look(dying=dying)
+            self.look()
             if time.monotonic() > deadline:
                 raise HungError(self._with_logs(f"hung: not within {self._patience_s:g} s: {what}"))
             time.sleep(_LOOK_S)
 
-    def look(self, *, dying: str | None = None) -> None:
-        """Raise ChaosError where a process has ended that was not killed, other than well."""
+    def look(self) -> None:
+        """Raise ChaosError where a process has ended that was not killed or meant to kill itself, other than well."""
         self.broker.check()
-        for role, process in self._alive.items():
-            if role != dying and process.poll():
+        for process in self._alive.values():
+            if process.poll() and process not in self._to_die:
                 raise ChaosError(self._with_logs(f"{process.name} ended with status {process.poll()}"))
 
     def live_on(self, seconds: float) -> None:
@@ -250,6 +256,12 @@ class Swarm:
     def step(self) -> int:
         """The newest checkpoint's step."""
         return max((int(path.name[5:12]) for path in self.run.checkpoint.dir.glob("step-*")), default=0)
+
+    def ledger(self) -> dict[str, Any]:
+        """What the newest checkpoint says of the log: frontiers, what is resolved above them, counts."""
+        newest = max(self.run.checkpoint.dir.glob("step-*"))
+        found: dict[str, Any] = json.loads((newest / "meta.json").read_text())["reader"]["ledger"]
+        return found
 
     def acknowledged(self) -> list[tuple[str, int, int]]:
         """What the broker acknowledged to producers: (trajectory id, partition, offset)."""
@@ -282,12 +294,12 @@ class Swarm:
                 "model": {"path": save_model(self._folder / "model")},
                 "task": {"name": "count_on"},
                 "broker": {"settings": {"bootstrap.servers": self.broker.bootstrap_servers}},
-                "topics": {"prefix": f"{name}-"},
+                "topics": {"file": str(self._topics), "prefix": f"{name}-"},
                 "sampling": {"group_size": GROUP, "max_tokens": 16},
                 "producer": {"engine": "fake", "groups_per_call": 2, "heartbeat_s": 0.3},
                 "batch": {"groups_per_step": GROUPS_PER_STEP, "group_deadline_s": 2.0, "producer_dead_s": DEAD_S},
                 "learner": {"steps": 1_000_000, "lr": 1e-3, "threads": 1},
-                "checkpoint": {"dir": str(self._folder / "checkpoints"), "every": 3},
+                "checkpoint": {"dir": str(self._folder / "checkpoints"), "every": 2},
                 "weights": {
                     "dir": str(self._folder / "weights"),
                     "serve": False,
