@@ -103,10 +103,10 @@ def test_no_record_stops_it(
     run_of(role, record)
 
 
-@given(st.sampled_from(["temperature", "top_p"]), st.sampled_from([float("nan"), float("inf")]))
-def test_a_value_that_json_does_not_know_becomes_text(name: str, number: float) -> None:
+@given(st.sampled_from([float("nan"), float("inf")]))
+def test_a_value_that_json_does_not_know_becomes_text(number: float) -> None:
     record = trajectory_record()
     fields = msgspec.msgpack.decode(record.value or b"")
-    fields["sampling"][name] = number
+    fields["sampling"]["top_p"] = number
     seen = to_json("trajectories", record._replace(value=msgspec.msgpack.encode(fields)))
-    assert json.loads(json.dumps(seen, allow_nan=False))["record"]["sampling"][name] == str(number)
+    assert json.loads(json.dumps(seen, allow_nan=False))["record"]["sampling"]["top_p"] == str(number)
