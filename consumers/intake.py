@@ -9,6 +9,7 @@ member befalls all, also those that arrive later.
 """
 
 import threading
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -87,7 +88,9 @@ class Intake:
         self._vocabulary = vocabulary
         self._clock = clock
         self._assembler = Assembler(deadline_s=group_deadline_s)
+        # Oldest policy first, equals in order of completion; beside each group its oldest version, which is not cheap to ask.
         self._ready: list[Group] = []
+        self._ready_versions: list[int] = []
         self._ready_bytes = 0
         self._decided: OrderedDict[str, Reason] = OrderedDict()
         self._resolutions: list[Resolution] = []
@@ -153,10 +156,9 @@ class Intake:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._ready) >= self._groups_per_step, timeout_s):
                 return None
-            # Oldest policy first: partitions are read in no common order, and what is oldest is next to become stale. The
-            # sort is stable, so that equals go in order of their completion.
-            self._ready.sort(key=lambda group: group.min_policy_version)
-            batch, self._ready = self._ready[: self._groups_per_step], self._ready[self._groups_per_step :]
+            # Oldest policy first: partitions are read in no common order, and what is oldest is next to become stale.
+            batch = self._ready[: self._groups_per_step]
+            del self._ready[: self._groups_per_step], self._ready_versions[: self._groups_per_step]
             self._ready_bytes -= sum(group.nbytes for group in batch)
             # `announced` has thrown out what became stale: no stale token may pass this line, whatever happened before.
             assert not any(self._is_stale(group.min_policy_version) for group in batch)
@@ -266,7 +268,10 @@ class Intake:
 
     def _make_ready(self, group: Group, later: Reason) -> None:
         """The group may be trained as it is. `later` is what becomes of a member that comes after this."""
-        self._ready.append(group)
+        version = group.min_policy_version
+        at = bisect_right(self._ready_versions, version)
+        self._ready.insert(at, group)
+        self._ready_versions.insert(at, version)
         self._ready_bytes += group.nbytes
         self._remember(group.group_id, later)
 
@@ -275,14 +280,11 @@ class Intake:
         return is_stale(self._newest, min_policy_version, self._max_staleness)
 
     def _drop_stale(self) -> None:
-        fresh: list[Group] = []
-        for group in self._ready:
-            if self._is_stale(group.min_policy_version):
-                self._ready_bytes -= group.nbytes
-                self._drop(group.group_id, group.members, Reason.STALE)
-            else:
-                fresh.append(group)
-        self._ready = fresh
+        stale = sum(self._is_stale(version) for version in self._ready_versions)
+        for group in self._ready[:stale]:
+            self._ready_bytes -= group.nbytes
+            self._drop(group.group_id, group.members, Reason.STALE)
+        del self._ready[:stale], self._ready_versions[:stale]
         for group_id, oldest in self._assembler.oldest_versions():
             if self._is_stale(oldest):
                 self._drop(group_id, self._assembler.remove(group_id), Reason.STALE)
