@@ -9,7 +9,7 @@ all that a consumer needs to decide without touching the value:
 
 Value: a MessagePack map of the fields of `Trajectory`. An array is the map {"dtype": "<f4", "data": bytes}: raw,
 little-endian, one-dimensional. `loss_mask` is nil where every token counts. Token ids are "<u2" where all are below 2**16 and
-"<u4" where one is above 2**24; between them, as for most vocabularies, they are split, so that three bytes hold an id and
+"<u4" where one is 2**24 or above; between them, as for most vocabularies, they are split, so that three bytes hold an id and
 the high ones, mostly 0, compress well: {"dtype": "<u2", "data": low 16 bits, "high": one byte per id, bits 16 to 23}:
 
     ids = np.frombuffer(array["data"], "<u2") + 65536 * np.frombuffer(array["high"], "u1").astype("i4")
