@@ -64,7 +64,6 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     import structlog
     from prometheus_client import CollectorRegistry
 
-    from echo.errors import ConfigError
     from echo.metrics import MetricsServer, TrainerMetrics
     from echo.process import StopSignal, configure_logging, end_with_asking_parent
 
@@ -73,13 +72,7 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
     metrics = TrainerMetrics(run.run_id, CollectorRegistry())
-    try:
-        server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.train_port)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics.train_port: {run.metrics.host}:{run.metrics.train_port} can't be listened on "
-            f"({error.strerror or error}); 0 takes a free port"
-        ) from None
+    server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.train_port, key="metrics.train_port")
     try:
         structlog.get_logger("train").info("metrics are served", url=server.url)
         from consumers.wiring import kafka_clients, trainer_of

@@ -7,7 +7,6 @@ reports is counted from the log (`report`). It leaves no process behind, however
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import yaml
 
 from echo import config, journal, report, topics
 from echo.broker import plan_broker, start_broker
+from echo.broker.process import free_ports
 from echo.config import RunConfig
 from echo.demo_view import View
 from echo.errors import ConfigError, EchoError
@@ -57,7 +57,7 @@ def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConf
         raise ConfigError(f"{out} holds a run already: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     template = yaml.safe_load(resources.files("echo.cli").joinpath("demo_run.yaml").read_text())
-    train_port, weights_port = _free_ports(2)
+    train_port, weights_port = free_ports(2)
     template |= {"run_id": f"demo-{seed}-{secrets.token_hex(3)}", "seed": seed}
     template["model"] = {"path": str(out / "model")}
     template["metrics"] = {"train_port": train_port, "produce_port": 0}
@@ -117,7 +117,7 @@ def run_demo(
         say("starting the trainer and the producers")
         run_file = str(out / "run.yaml")
         trainer = start("train", "-m", "consumers.cli", run_file)
-        ports = _free_ports(producers)
+        ports = free_ports(producers)
         workers = [
             start(f"produce-{n}", "-m", "producers.cli", run_file, f"metrics.produce_port={port}", "--id", f"p{n}")
             for n, port in enumerate(ports)
@@ -237,14 +237,3 @@ def _view(run: RunConfig, ports: Sequence[int]) -> Iterator[View]:
         yield view
     finally:
         view.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

@@ -10,6 +10,8 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from echo.errors import ConfigError
+
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32, 64)
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN_BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -147,12 +149,20 @@ class WeightsMetrics:
 
 
 class MetricsServer:
-    """Serves a registry at /metrics until closed. `port` is the real one, also where 0 was asked for."""
+    """Serves a registry at /metrics until closed. `port` is the real one, also where 0 was asked for.
 
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int) -> None:
+    key: where the run file names the port. Raises ConfigError naming it where nothing can listen there.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int, key: str) -> None:
         self._server: WSGIServer
         self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"{key}: {host}:{port} can't be listened on ({error.strerror or error}); 0 takes a free port"
+            ) from None
         self.port = int(self._server.server_port)
         self.url = f"http://{host}:{self.port}/metrics"
 

@@ -63,7 +63,6 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     import structlog
     from prometheus_client import CollectorRegistry
 
-    from echo.errors import ConfigError
     from echo.metrics import MetricsServer, ProducerMetrics
     from echo.process import StopSignal, configure_logging, end_with_asking_parent
 
@@ -72,13 +71,7 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
     metrics = ProducerMetrics(run.run_id, name, CollectorRegistry())
-    try:
-        server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.produce_port)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics.produce_port: {run.metrics.host}:{run.metrics.produce_port} can't be listened on "
-            f"({error.strerror or error}); 0 takes a free port"
-        ) from None
+    server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.produce_port, key="metrics.produce_port")
     try:
         structlog.get_logger("produce").info("metrics are served", url=server.url, producer=name)
         from producers.wiring import produce as run_producer

@@ -66,7 +66,7 @@ def test_an_occupied_metrics_port_names_its_key(run_file: Path) -> None:
 
     from echo.metrics import MetricsServer
 
-    other = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0)
+    other = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, key="test")
     try:
         command = [sys.executable, "-m", "producers.cli", str(run_file), f"metrics.produce_port={other.port}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -289,7 +289,7 @@ def test_the_health_check_tells_an_answer_from_none(tmp_path: Path) -> None:
         check = [sys.executable, str(DEPLOY / "healthcheck.py"), f"{port}/metrics"]
         return subprocess.run(check, capture_output=True, timeout=60, check=False).returncode
 
-    server = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0)
+    server = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, key="test")
     try:
         assert ask(server.port) == 0
     finally:
