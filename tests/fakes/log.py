@@ -220,9 +220,10 @@ class FakeReader:
                 if record is not None:
                     records.append(record)
                     self._ends.discard(partition)
-            # Offsets at the end that nobody can see are passed over, as by Kafka's client.
-            while position < part.end and part.records[position - part.start] is None:
-                position += 1
+            # Offsets that nobody can see are passed over at the end alone, as by Kafka's client: before the next record it
+            # knows of none of them.
+            if not any(part.records[position - part.start :]):
+                position = part.end
             self._positions[partition] = position
             self._high[partition] = part.end
             if position == part.end:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo import codec, control, dead_letter
@@ -278,6 +278,7 @@ def last(reader: FakeReader, partitions: list[Partition], count: int, key: bytes
     return cli.last_records(reader, partitions, count, lambda r: r.key == key, timeout_s=1, stop=threading.Event())
 
 
+@example([["a"] * 7 + [""] + ["a"] * 8], 0, 1)
 @given(
     st.lists(
         st.lists(st.tuples(st.sampled_from(["a", "b", "", "b"]), st.integers(1, 40)), max_size=8).map(
