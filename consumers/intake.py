@@ -62,7 +62,10 @@ class BufferTooSmallError(EchoError):
 
 
 class Intake:
-    """See the module. `clock` gives seconds; `ledger` may come from a checkpoint; `vocabulary` is the learner's size of it."""
+    """See the module. `clock` gives seconds; `ledger` may come from a checkpoint; `vocabulary` is the learner's size of it.
+
+    max_tokens: prompt and completion tokens that the learner can take at most; a longer record's group is dropped.
+    """
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Intake:
         ledger: Ledger,
         newest_version: int,
         vocabulary: int,
+        max_tokens: int | None = None,
         clock: Callable[[], float],
     ) -> None:
         self._run_id = run_id
@@ -86,6 +90,7 @@ class Intake:
         self._ledger = ledger
         self._newest = newest_version
         self._vocabulary = vocabulary
+        self._max_tokens = max_tokens
         self._clock = clock
         self._assembler = Assembler(deadline_s=group_deadline_s)
         # Oldest policy first, equals in order of completion; beside each group its oldest version, which is not cheap to ask.
@@ -242,6 +247,10 @@ class Intake:
         if self._is_stale(header.min_policy_version):
             self._resolve(*where, Reason.STALE)
             self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.STALE)
+            return None
+        if self._max_tokens is not None and header.token_count > self._max_tokens:
+            self._resolve(*where, Reason.TOO_LARGE)
+            self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.TOO_LARGE)
             return None
         if self._assembler.holds(header.group_id, header.group_index):
             self._resolve(*where, Reason.DUPLICATE)

@@ -90,7 +90,7 @@ class StepStats:
 class Learner:
     """Model and optimiser of one run.
 
-    identity: the model's name, for records and manifests.
+    identity: the model's name, for records and manifests. positions: tokens that a row may have, None without a bound.
     Raises ConfigError where the model can't be loaded or the settings don't fit this host.
     """
 
@@ -114,6 +114,9 @@ class Learner:
         self._module = _load_model(run.model.path)
         self.identity = Path(run.model.path).name if Path(run.model.path).is_dir() else run.model.path
         self.vocabulary = int(self._module.get_input_embeddings().num_embeddings)
+        self.positions: int | None = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
+        if self.positions is not None and (run.batch.max_tokens or 0) > self.positions:
+            raise ConfigError(f"batch.max_tokens is {run.batch.max_tokens}, {self.identity} has {self.positions} positions")
         self._module.eval()  # Gradients flow all the same; dropout must not.
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._module.forward).parameters
         self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}

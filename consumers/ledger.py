@@ -31,6 +31,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     INCOMPLETE_GROUP = "incomplete_group"
     BUFFER_FULL = "buffer_full"
+    TOO_LARGE = "too_large"
     NONFINITE = "nonfinite"
     SCHEMA = "schema"
     CORRUPT = "corrupt"
@@ -44,6 +45,7 @@ OUTCOME_OF = {
     Reason.DEADLINE: Outcome.DROPPED,
     Reason.INCOMPLETE_GROUP: Outcome.DROPPED,
     Reason.BUFFER_FULL: Outcome.DROPPED,
+    Reason.TOO_LARGE: Outcome.DROPPED,
     Reason.NONFINITE: Outcome.DROPPED,
     Reason.SCHEMA: Outcome.DEAD_LETTERED,
     Reason.CORRUPT: Outcome.DEAD_LETTERED,

@@ -113,6 +113,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             ledger=Ledger(range(clients.partitions), restored.get("ledger")),
             newest_version=told.version,
             vocabulary=learner.vocabulary,
+            max_tokens=run.batch.max_tokens or learner.positions,
             clock=time.monotonic,
         )
         publisher = PolicyPublisher(

@@ -126,6 +126,9 @@ class BatchConfig(_Section):
     members on, else dropped. A later member is dropped."""
     min_group_size: int | None = Field(default=None, ge=2)
     """Members that make an overdue group trainable, advantages normalised over what is there; None: complete groups only."""
+    max_tokens: int | None = Field(default=None, ge=2)
+    """Prompt and completion tokens that a trajectory may have; a longer one is dropped with its whole group, whatever its
+    worth. None: as many as the model has positions."""
     producer_dead_s: float = Field(default=30.0, gt=0)
     """Without a heartbeat for so long a producer is dead and its window goes to the others."""
 

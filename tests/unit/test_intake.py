@@ -197,6 +197,28 @@ def test_a_token_that_the_learner_does_not_know_is_corrupt() -> None:
     assert "token id 100 is outside the learner's vocabulary of 100" in letter.detail
 
 
+def test_a_record_longer_than_the_model_takes_drops_its_whole_group_from_its_headers() -> None:
+    """Longer by one token: its siblings go with it, before and after; one that just fits is trained."""
+    log, intake = Log(), make_intake(groups_per_step=1, max_tokens=7)
+    first = log.put(member(0, 0, group_size=3))
+    long = log.put(member(0, 1, completion_ids=[1, 2, 3, 4, 5], group_size=3))
+    assert len(member(1, 0).prompt_ids) + len(member(1, 0).completion_ids) == 7
+    letters = intake.offer(
+        [
+            first,
+            long._replace(value=b"never looked at"),
+            log.put(member(0, 2, group_size=3)),
+            *[log.put(member(1, index)) for index in range(SIZE)],
+        ]
+    )
+    assert letters == []
+    batch = intake.cut(0)
+    assert batch is not None
+    assert [group.group_id for group in batch] == [member(1, 0).group_id]
+    assert reasons(intake) == {Reason.TOO_LARGE: 3}
+    assert intake.settle(with_state=False).dropped_groups == {"p0": 1}
+
+
 def test_siblings_that_disagree_about_the_group_size_are_corrupt() -> None:
     log, intake = Log(), make_intake()
     (letter,) = intake.offer([log.put(member(0, 0)), log.put(member(0, 1, group_size=3))])

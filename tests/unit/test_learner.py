@@ -387,3 +387,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, model_path):
         with pytest.raises(CheckpointError, match=r"not of model 'tiny'.*(norm\.weight|extra)"):
             learner.load_state(damaged, meta)
         assert_same(before, weights(learner))
+
+
+def test_a_bound_on_tokens_beyond_the_models_positions_is_refused(model_path):
+    run = make_run(model_path)
+    assert Learner(run).positions == 128
+    too_many = run.model_copy(update={"batch": run.batch.model_copy(update={"max_tokens": 129})})
+    with pytest.raises(ConfigError, match=r"batch\.max_tokens is 129, tiny has 128 positions"):
+        Learner(too_many)

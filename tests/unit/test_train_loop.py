@@ -265,3 +265,16 @@ def test_progress_tells_a_new_producer_its_window(model_path: str, tmp_path: Pat
         trainer.run()
     granted = [m.grants["p.1"] for m in cluster.messages() if isinstance(m, Progress)]
     assert granted[0].window == (8 + 1) * 2
+
+
+@pytest.mark.parametrize("bound", [None, 7])
+def test_a_group_longer_than_the_model_takes_is_dropped(model_path: str, tmp_path: Path, bound: int | None) -> None:
+    """By default the model's 128 positions are the bound; with a lower one in the run file, that."""
+    cluster = Cluster()
+    length = 126 if bound is None else 5
+    cluster.part_of_a_group(9, completion_ids=[4] * length)
+    cluster.sample(range(2))
+    run = make_run(model_path, tmp_path, steps=1, batch={"max_tokens": bound})
+    train(run, cluster)
+    counts = cluster.counts(run)
+    assert (counts.trained, counts.dropped) == (2 * GROUP, {"too_large": 1})
