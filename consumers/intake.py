@@ -108,10 +108,15 @@ class Intake:
 
     def offer(self, records: Iterable[LogRecord]) -> list[DeadLetter]:
         """Take records in log order. What can't be read comes back: write it to the dead letters, then `dead_lettered`."""
+        records = list(records)
+        headers = [_header(record) for record in records]
+        # Together, which is cheaper, and before the lock is taken. What is decided meanwhile is decoded in vain, no more.
+        wanted = [at for at, header in enumerate(headers) if isinstance(header, codec.RecordHeader) and self._wanted(header)]
+        decoded = dict(zip(wanted, codec.decode_many([records[at].value for at in wanted]), strict=True))
         dead: list[DeadLetter] = []
         with self._changed:
-            for record in records:
-                letter = self._offer(record)
+            for at, (record, header) in enumerate(zip(records, headers, strict=True)):
+                letter = self._offer(record, header, decoded.get(at))
                 if letter is not None:
                     dead.append(letter)
             self._changed.notify_all()
@@ -227,14 +232,14 @@ class Intake:
     def _nbytes(self) -> int:
         return self._assembler.nbytes + self._ready_bytes
 
-    def _offer(self, record: LogRecord) -> DeadLetter | None:
+    def _offer(
+        self, record: LogRecord, header: codec.RecordHeader | RecordError, decoded: codec.Decoded | RecordError | None
+    ) -> DeadLetter | None:
         where = (record.partition, record.offset)
         if not self._ledger.begin(*where):
             return None
-        try:
-            header = codec.decode_headers(record.headers)
-        except RecordError as error:
-            return DeadLetter(record, _reason(error), str(error))
+        if isinstance(header, RecordError):
+            return DeadLetter(record, _reason(header), str(header))
         if header.run_id != self._run_id:
             self._resolve(*where, Reason.FOREIGN_RUN)
             return None
@@ -255,25 +260,39 @@ class Intake:
         if self._assembler.holds(header.group_id, header.group_index):
             self._resolve(*where, Reason.DUPLICATE)
             return None
-        try:
-            self._assemble(Member(*where, codec.decode(record.value)), header)
-        except RecordError as error:
+        if decoded is None:  # `_wanted` knew of a decision that has been forgotten since.
+            (decoded,) = codec.decode_many([record.value])
+        error = decoded if isinstance(decoded, RecordError) else self._misfit(decoded, header)
+        if error is not None:
             self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.INCOMPLETE_GROUP)
             return DeadLetter(record, _reason(error), str(error))
-        return None
-
-    def _assemble(self, member: Member, header: codec.RecordHeader) -> None:
-        if codec.header_of(member.trajectory) != header:
-            raise CorruptRecordError("headers and value disagree")
-        highest = max(int(member.trajectory.prompt_ids.max()), int(member.trajectory.completion_ids.max()))
-        if highest >= self._vocabulary:
-            raise CorruptRecordError(f"token id {highest} is outside the learner's vocabulary of {self._vocabulary}")
-        size = self._assembler.size_of(header.group_id)
-        if size is not None and size != header.group_size:
-            raise CorruptRecordError(f"group_size is {header.group_size}, but {size} in its siblings")
-        group = self._assembler.add(member, self._clock())
+        assert not isinstance(decoded, RecordError)
+        group = self._assembler.add(Member(*where, decoded.trajectory), self._clock())
         if group is not None:
             self._make_ready(group, Reason.DUPLICATE)
+        return None
+
+    def _wanted(self, header: codec.RecordHeader) -> bool:
+        """Whether the value will be looked at, as far as can be said now. `_offer` decides."""
+        return (
+            header.run_id == self._run_id
+            and header.group_id not in self._decided
+            and not is_stale(self._newest, header.min_policy_version, self._max_staleness)
+            and (self._max_tokens is None or header.token_count <= self._max_tokens)
+        )
+
+    def _misfit(self, decoded: codec.Decoded, header: codec.RecordHeader) -> CorruptRecordError | None:
+        """Why a sound value can't join its group."""
+        if codec.header_of(decoded.trajectory) != header:
+            return CorruptRecordError("headers and value disagree")
+        if decoded.highest_id >= self._vocabulary:
+            return CorruptRecordError(
+                f"token id {decoded.highest_id} is outside the learner's vocabulary of {self._vocabulary}"
+            )
+        size = self._assembler.size_of(header.group_id)
+        if size is not None and size != header.group_size:
+            return CorruptRecordError(f"group_size is {header.group_size}, but {size} in its siblings")
+        return None
 
     def _make_ready(self, group: Group, later: Reason) -> None:
         """The group may be trained as it is. `later` is what becomes of a member that comes after this."""
@@ -321,6 +340,13 @@ class Intake:
         else:
             resolution = Resolution(partition, offset, reason, len(decoded.completion_ids), decoded.reward, decoded.task)
         self._resolutions.append(resolution)
+
+
+def _header(record: LogRecord) -> codec.RecordHeader | RecordError:
+    try:
+        return codec.decode_headers(record.headers)
+    except RecordError as error:
+        return error
 
 
 def _reason(error: RecordError) -> Reason:

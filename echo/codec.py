@@ -19,16 +19,25 @@ default; it never changes or removes one. A major step may do anything, and a re
 with `SchemaError`, from the header alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from echo.errors import CorruptRecordError, SchemaError
-from echo.trajectory import Sampling, Trajectory, problems
+from echo.errors import CorruptRecordError, RecordError, SchemaError
+from echo.token_arrays import (
+    TokenPair,
+    WireArray,
+    pack_ids,
+    pack_logprobs,
+    pack_mask,
+    unpack_logprobs,
+    unpack_mask,
+    unpack_pairs,
+)
+from echo.trajectory import Sampling, Trajectory, field_problems, logprob_problems
 
 SCHEMA_MAJOR = 1
 SCHEMA_MINOR = 0
@@ -38,19 +47,12 @@ Headers = list[tuple[str, bytes]]
 
 _SCHEMA_BYTES = SCHEMA.encode()
 
-_U1, _U2, _I4 = np.dtype("u1"), np.dtype("<u2"), np.dtype("<i4")
-_TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"<u2": _U2, "<u4": np.dtype("<u4")}
-_LOGPROB_DTYPES: dict[str, np.dtype[Any]] = {"<f4": np.dtype("<f4"), "<f2": np.dtype("<f2")}
-_MASK_DTYPES: dict[str, np.dtype[Any]] = {"|b1": np.dtype("|b1")}
-# What most loss masks are: records share it, read only.
-_ALL_TRUE = np.ones(2**16, dtype=np.bool_)
-_ALL_TRUE.flags.writeable = False
-
 MAX_NAME_BYTES = 1024
 """Of each of a record's run, trajectory and group ids: readers keep the ids of groups in memory."""
 
-_MAX_TOKEN_ID = 2**31 - 1
 _MAX_SCHEMA_CHARS = 20
+# Bytes of values that are decoded together: enough to make numpy's cost per call small, little enough to stay in a cache.
+_TOGETHER_BYTES = 2**20
 
 
 class EncodedRecord(NamedTuple):
@@ -74,10 +76,11 @@ class RecordHeader(NamedTuple):
     token_count: int
 
 
-class _Array(msgspec.Struct, omit_defaults=True, gc=False):
-    dtype: str
-    data: bytes
-    high: bytes | None = None
+class Decoded(NamedTuple):
+    """A sound record, and the highest of its token ids."""
+
+    trajectory: Trajectory
+    highest_id: int
 
 
 class _Value(msgspec.Struct, kw_only=True, gc=False):
@@ -91,10 +94,10 @@ class _Value(msgspec.Struct, kw_only=True, gc=False):
     group_index: int
     task: str
     prompt_id: str
-    prompt_ids: _Array
-    completion_ids: _Array
-    logprobs: _Array
-    loss_mask: _Array | None
+    prompt_ids: WireArray
+    completion_ids: WireArray
+    logprobs: WireArray
+    loss_mask: WireArray | None
     spans: list[tuple[int, int]]
     reward: float
     reward_components: dict[str, float]
@@ -117,16 +120,51 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
 
     Raises CorruptRecordError where the record's own values are wrong (`trajectory.problems`).
     """
-    wrong = problems(trajectory)
+    return encode_many([trajectory])[0]
+
+
+def encode_many(trajectories: Sequence[Trajectory]) -> list[EncodedRecord]:
+    """Encode sound records, each as `encode` would, at less than their cost one by one: take whole groups.
+
+    Raises CorruptRecordError for the first whose own values are wrong.
+    """
+    for trajectory in trajectories:
+        _check_fields(trajectory)
+    _check_logprobs(trajectories)
+    prompts = [t.prompt_ids for t in trajectories]
+    if all(prompt is prompts[0] for prompt in prompts):
+        packed_prompts = pack_ids("prompt_ids", prompts[:1]) * len(prompts)
+    else:
+        packed_prompts = pack_ids("prompt_ids", prompts)
+    completions = pack_ids("completion_ids", [t.completion_ids for t in trajectories])
+    return [_encode(*parts) for parts in zip(trajectories, packed_prompts, completions, strict=True)]
+
+
+def _check_fields(trajectory: Trajectory) -> None:
+    wrong = field_problems(trajectory)
     if wrong:
         raise CorruptRecordError(f"trajectory {trajectory.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
-    t = trajectory
-    run, name, group = t.run_id.encode(), t.trajectory_id.encode(), t.group_id.encode()
-    longest = max(len(run), len(name), len(group))
-    if longest > MAX_NAME_BYTES:
-        raise CorruptRecordError(
-            f"an id of trajectory {name[:40]!r}... has {longest} bytes, at most {MAX_NAME_BYTES} are allowed"
-        )
+    for name in (trajectory.run_id, trajectory.trajectory_id, trajectory.group_id):
+        # No character has more than 4 bytes in UTF-8.
+        if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
+            raise CorruptRecordError(
+                f"an id of trajectory {trajectory.trajectory_id[:40]!r}... has {len(name.encode())} bytes, at most "
+                f"{MAX_NAME_BYTES} are allowed"
+            )
+
+
+def _check_logprobs(trajectories: Sequence[Trajectory]) -> None:
+    """All together, and one by one only where something is wrong."""
+    if not trajectories or not logprob_problems(np.concatenate([t.logprobs for t in trajectories])):
+        return
+    for t in trajectories:
+        wrong = logprob_problems(t.logprobs)
+        if wrong:
+            raise CorruptRecordError(f"trajectory {t.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
+
+
+def _encode(t: Trajectory, prompt_ids: WireArray, completion_ids: WireArray) -> EncodedRecord:
+    group = t.group_id.encode()
     value = _Value(
         schema=SCHEMA,
         run_id=t.run_id,
@@ -136,10 +174,10 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
         group_index=t.group_index,
         task=t.task,
         prompt_id=t.prompt_id,
-        prompt_ids=_pack_ids("prompt_ids", t.prompt_ids),
-        completion_ids=_pack_ids("completion_ids", t.completion_ids),
-        logprobs=_pack_logprobs(t.logprobs),
-        loss_mask=_pack_mask(t.loss_mask),
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=pack_logprobs(t.logprobs),
+        loss_mask=pack_mask(t.loss_mask),
         spans=list(t.spans),
         reward=float(t.reward),
         reward_components=t.reward_components,
@@ -153,9 +191,9 @@ def encode(trajectory: Trajectory) -> EncodedRecord:
         finished_at=t.finished_at,
     )
     headers: Headers = [
-        ("schema", SCHEMA.encode()),
-        ("run", run),
-        ("trajectory", name),
+        ("schema", _SCHEMA_BYTES),
+        ("run", t.run_id.encode()),
+        ("trajectory", t.trajectory_id.encode()),
         ("group", group),
         ("group_size", b"%d" % t.group_size),
         ("group_index", b"%d" % t.group_index),
@@ -211,16 +249,66 @@ def decode(value: bytes | None) -> Trajectory:
     Raises SchemaError for an unknown major version, CorruptRecordError for bytes or values that are not a sound record.
     The arrays are read-only views of `value`, or widened copies.
     """
+    (decoded,) = decode_many([value])
+    if isinstance(decoded, RecordError):
+        raise decoded
+    return decoded.trajectory
+
+
+def decode_many(values: Sequence[bytes | None]) -> list[Decoded | RecordError]:
+    """Decode values, each as `decode` would, at less than their cost one by one; errors stand in the place of their values."""
+    found: list[Decoded | RecordError] = []
+    part: list[bytes | None] = []
+    nbytes = 0
+    for value in values:
+        part.append(value)
+        nbytes += len(value or b"")
+        if nbytes >= _TOGETHER_BYTES:
+            found += _decode_part(part)
+            part, nbytes = [], 0
+    return found + _decode_part(part)
+
+
+def _decode_part(values: list[bytes | None]) -> list[Decoded | RecordError]:
+    wires = [_decode_wire(value) for value in values]
+    readable = [wire for wire in wires if isinstance(wire, _Value)]
+    pairs = iter(unpack_pairs([(wire.prompt_ids, wire.completion_ids) for wire in readable]))
+    found = [_trajectory(wire, next(pairs)) if isinstance(wire, _Value) else wire for wire in wires]
+    logprobs = [decoded.trajectory.logprobs for decoded in found if isinstance(decoded, Decoded)]
+    if logprobs and logprob_problems(np.concatenate(logprobs)):
+        for index, decoded in enumerate(found):
+            wrong = logprob_problems(decoded.trajectory.logprobs) if isinstance(decoded, Decoded) else []
+            if isinstance(decoded, Decoded) and wrong:
+                found[index] = _unsound(decoded.trajectory, wrong)
+    return found
+
+
+def _decode_wire(value: bytes | None) -> _Value | RecordError:
     if not value:
-        raise CorruptRecordError("the record has no value")
+        return CorruptRecordError("the record has no value")
     try:
         wire = _decoder.decode(value)
+        if wire.schema != SCHEMA:
+            check_schema(wire.schema)
+        return wire
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        check_schema(_schema_of(value))
-        raise CorruptRecordError(f"the value is not a record of schema {SCHEMA}: {error}") from None
-    if wire.schema != SCHEMA:
-        check_schema(wire.schema)
-    prompt_ids, completion_ids = _unpack_both(wire.prompt_ids, wire.completion_ids)
+        try:
+            check_schema(_schema_of(value))
+        except SchemaError as other_schema:
+            return other_schema
+        return CorruptRecordError(f"the value is not a record of schema {SCHEMA}: {error}")
+    except SchemaError as error:
+        return error
+
+
+def _trajectory(wire: _Value, ids: TokenPair | CorruptRecordError) -> Decoded | RecordError:
+    """The record, sound but for its logprobs' values."""
+    if isinstance(ids, CorruptRecordError):
+        return ids
+    try:
+        logprobs, loss_mask = unpack_logprobs(wire.logprobs), unpack_mask(wire.loss_mask, len(ids.completion))
+    except CorruptRecordError as error:
+        return error
     trajectory = Trajectory(
         run_id=wire.run_id,
         trajectory_id=wire.trajectory_id,
@@ -229,10 +317,10 @@ def decode(value: bytes | None) -> Trajectory:
         group_index=wire.group_index,
         task=wire.task,
         prompt_id=wire.prompt_id,
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        logprobs=_unpack("logprobs", wire.logprobs, _LOGPROB_DTYPES),
-        loss_mask=_unpack_mask(wire.loss_mask, len(completion_ids)),
+        prompt_ids=ids.prompt,
+        completion_ids=ids.completion,
+        logprobs=logprobs,
+        loss_mask=loss_mask,
         spans=tuple(wire.spans),
         reward=wire.reward,
         reward_components=wire.reward_components,
@@ -245,10 +333,12 @@ def decode(value: bytes | None) -> Trajectory:
         started_at=wire.started_at,
         finished_at=wire.finished_at,
     )
-    wrong = problems(trajectory)
-    if wrong:
-        raise CorruptRecordError(f"trajectory {wire.trajectory_id[:200]!r} is unsound: {'; '.join(wrong)}")
-    return trajectory
+    wrong = field_problems(trajectory)
+    return Decoded(trajectory, ids.highest) if not wrong else _unsound(trajectory, wrong)
+
+
+def _unsound(trajectory: Trajectory, wrong: Sequence[str]) -> CorruptRecordError:
+    return CorruptRecordError(f"trajectory {trajectory.trajectory_id[:200]!r} is unsound: {'; '.join(wrong)}")
 
 
 def header_of(trajectory: Trajectory) -> RecordHeader:
@@ -281,76 +371,6 @@ def _count(raw: bytes | None) -> int:
     if raw is None or len(raw) > 19 or not raw.isdigit():
         raise ValueError(f"{raw if raw is None else raw[:40]!r} is not a count")
     return int(raw)
-
-
-def _pack_ids(name: str, ids: npt.NDArray[np.int32]) -> _Array:
-    ids = np.ascontiguousarray(ids, dtype=_I4)
-    highest = int(np.maximum.reduce(ids.view("<u4"))) if len(ids) else 0
-    if highest > _MAX_TOKEN_ID:
-        raise CorruptRecordError(f"{name} holds a negative token id")
-    if highest < 2**16:
-        return _Array("<u2", ids.astype(_U2).tobytes())
-    if highest < 2**24:
-        return _Array("<u2", ids.view(_U2)[::2].tobytes(), ids.view(_U1)[2::4].tobytes())
-    return _Array("<u4", ids.tobytes())
-
-
-def _pack_logprobs(logprobs: npt.NDArray[Any]) -> _Array:
-    dtype = "<f2" if logprobs.dtype == np.float16 else "<f4"
-    return _Array(dtype, logprobs.astype(_LOGPROB_DTYPES[dtype], copy=False).tobytes())
-
-
-def _pack_mask(mask: npt.NDArray[np.bool_]) -> _Array | None:
-    data = mask.astype(np.bool_, copy=False).tobytes()
-    return _Array("|b1", data) if b"\0" in data else None
-
-
-def _unpack(name: str, array: _Array, allowed: dict[str, np.dtype[Any]]) -> npt.NDArray[Any]:
-    """The values as they lie in the record. `high` belongs to token ids and is left to `_unpack_ids`."""
-    dtype = allowed.get(array.dtype)
-    if dtype is None:
-        raise CorruptRecordError(f"{name} has dtype {array.dtype[:20]!r}, not one of {', '.join(allowed)}")
-    if len(array.data) % dtype.itemsize:
-        raise CorruptRecordError(f"{name} has {len(array.data)} bytes, not a multiple of {dtype.itemsize}")
-    return np.frombuffer(array.data, dtype=dtype)
-
-
-def _unpack_mask(array: _Array | None, completion: int) -> npt.NDArray[np.bool_]:
-    if array is None:
-        return _ALL_TRUE[:completion] if completion <= len(_ALL_TRUE) else np.ones(completion, dtype=np.bool_)
-    values = _unpack("loss_mask", array, _MASK_DTYPES)
-    if array.data.translate(None, b"\0\1"):
-        raise CorruptRecordError("loss_mask holds a byte other than 0 and 1")
-    return values
-
-
-def _unpack_both(prompt: _Array, completion: _Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Prompt and completion ids. Most records split both: their bytes are joined in one go, which is cheaper than two."""
-    if prompt.high is not None and completion.high is not None and prompt.dtype == completion.dtype == "<u2":
-        size, whole = len(prompt.high), len(prompt.high) + len(completion.high)
-        if len(prompt.data) == 2 * size and len(completion.data) == 2 * (whole - size):
-            ids = _join(prompt.data + completion.data, prompt.high + completion.high)
-            return ids[:size], ids[size:]
-    return _unpack_ids("prompt_ids", prompt), _unpack_ids("completion_ids", completion)
-
-
-def _unpack_ids(name: str, array: _Array) -> npt.NDArray[np.int32]:
-    values = _unpack(name, array, _TOKEN_DTYPES)
-    if array.high is None:
-        if array.dtype == "<u4" and len(values) and int(np.maximum.reduce(values)) > _MAX_TOKEN_ID:
-            raise CorruptRecordError(f"{name} holds a token id above {_MAX_TOKEN_ID}")
-        return values.astype(np.int32)
-    if array.dtype != "<u2" or len(array.high) != len(values):
-        raise CorruptRecordError(f"{name} has {len(array.high)} high bytes for {len(values)} values of dtype {array.dtype}")
-    return _join(array.data, array.high)
-
-
-def _join(low: bytes, high: bytes) -> npt.NDArray[np.int32]:
-    """Ids of their low 16 bits and the byte above them."""
-    halves = np.empty((len(high), 2), dtype=_U2)
-    halves[:, 0] = np.frombuffer(low, dtype=_U2)
-    halves[:, 1] = np.frombuffer(high, dtype=_U1)
-    return halves.view(_I4).reshape(len(high)).astype(np.int32, copy=False)
 
 
 class _SchemaOnly(msgspec.Struct):

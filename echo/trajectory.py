@@ -140,6 +140,11 @@ def incarnation_of(group: str) -> str:
 
 def problems(trajectory: Trajectory) -> list[str]:
     """What is wrong with a record's values, each a phrase that names the field; empty when it is sound."""
+    return field_problems(trajectory) + logprob_problems(trajectory.logprobs)
+
+
+def field_problems(trajectory: Trajectory) -> list[str]:
+    """As `problems`, without a look at the values of the arrays."""
     found: list[str] = []
     t = trajectory
     completion = len(t.completion_ids)
@@ -155,7 +160,6 @@ def problems(trajectory: Trajectory) -> list[str]:
         found.append(f"logprobs has {len(t.logprobs)} values for {completion} completion tokens")
     if len(t.loss_mask) != completion:
         found.append(f"loss_mask has {len(t.loss_mask)} values for {completion} completion tokens")
-    found.extend(_logprob_problems(t.logprobs))
     if not abs(t.reward) <= MAX_REWARD:
         found.append(f"reward is {t.reward}")
     text = len(t.run_id) + len(t.trajectory_id) + len(t.group_id) + len(t.task) + len(t.prompt_id) + len(t.engine)
@@ -178,7 +182,8 @@ def problems(trajectory: Trajectory) -> list[str]:
     return found
 
 
-def _logprob_problems(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
+def logprob_problems(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
+    """What is wrong with logprobs, of one record or of many together."""
     if len(logprobs) == 0:
         return []
     # NaN wins in both, so that two passes find it and both infinities.

@@ -144,15 +144,13 @@ class Publisher:
 
     def _encode(self, group: Sequence[Trajectory]) -> list[tuple[codec.EncodedRecord, int]] | None:
         """The whole group, encoded and measured, or None where a member can't go."""
+        try:
+            encoded = codec.encode_many(group)
+        except CorruptRecordError as error:
+            log.error("group given up: a member is unsound", group=group[0].group_id, members=len(group), error=str(error))
+            return None
         records = []
-        for trajectory in group:
-            try:
-                record = codec.encode(trajectory)
-            except CorruptRecordError as error:
-                log.error(
-                    "group given up: a member is unsound", group=trajectory.group_id, members=len(group), error=str(error)
-                )
-                return None
+        for trajectory, record in zip(group, encoded, strict=True):
             size = record_bytes(record)
             if size > self._record_bytes:
                 log.error(
