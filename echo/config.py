@@ -129,6 +129,9 @@ class BatchConfig(_Section):
     max_tokens: int | None = Field(default=None, ge=2)
     """Prompt and completion tokens that a trajectory may have; a longer one is dropped with its whole group, whatever its
     worth. None: as many as the model has positions."""
+    request_deadline_s: float = Field(default=120.0, gt=0)
+    """Sequential mode: a producer that delivers nothing for so long of what it was asked for is slow, and others are asked for
+    that, too. It should be longer than an engine call."""
     producer_dead_s: float = Field(default=30.0, gt=0)
     """Without a heartbeat for so long a producer is dead and its window goes to the others."""
 
@@ -207,9 +210,13 @@ class LimitsConfig(_Section):
 class RunConfig(_Section):
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Names the run in every record, message, manifest and metric."""
-    mode: Literal["async"] = "async"
+    mode: Literal["async", "sequential"] = "async"
+    """async: producers sample all the time, and what they sample is trained up to `max_staleness`. sequential: the trainer asks
+    for each step's groups, producers take up its newest policy before they sample them, and staleness is 0."""
+    refresh: Literal["always", "if_behind"] = "if_behind"
+    """Sequential mode: pull the policy's weights for every request, or only where the one served is older than the request's."""
     max_staleness: int = Field(default=4, ge=0)
-    """S: a trajectory is trained while newest announced version - its oldest version <= S."""
+    """S: a trajectory is trained while newest announced version - its oldest version <= S. Sequential mode takes 0."""
     seed: int = 0
     model: ModelConfig
     task: TaskConfig = TaskConfig()
@@ -266,6 +273,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         raise ConfigError(f"{path}: " + "; ".join(explain(item, RunConfig) for item in error.errors())) from None
     return _anchor(run, path.resolve().parent)
+
+    @property
+    def staleness_bound(self) -> int:
+        """The largest staleness that is trained, by mode."""
+        return 0 if self.mode == "sequential" else self.max_staleness
 
 
 def dump(run: RunConfig) -> str:

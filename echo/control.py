@@ -2,7 +2,7 @@
 
 Refuses to send or receive. JSON on the wire (low rate, readable in any Kafka tool), tagged by "type", unknown fields
 ignored. Key: "<run>/<type>" on the control topic, so that compaction keeps each run's newest of each type; the producer
-id on heartbeats.
+id on heartbeats, the producer's incarnation on requests.
 """
 
 from typing import TypeAlias
@@ -63,15 +63,24 @@ class EndOfRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="request"):
-    """Sequential mode: sample these prompts, with exactly this policy version."""
+    """Sequential mode: sample these groups in one engine call, with exactly this policy version.
+
+    producer: the incarnation that is asked. step: learner steps done before the one that the groups are for.
+    first_prompt: index of the first group's prompt in the run's stream (`echo.sequential`); the others take those after it.
+    seed: of the whole call. issue: counts the times that these groups were asked for, from 0; whoever is asked, the answer
+    is the same, so that of two answers either may be taken.
+    """
 
     run_id: str
     request_id: str
     producer: str
     version: int
+    step: int
+    first_prompt: int
     group_ids: tuple[str, ...]
-    prompt_ids: tuple[str, ...]
-    deadline: float
+    seed: int
+    issue: int
+    created: float
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="heartbeat"):
@@ -85,6 +94,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     the incarnation may begin groups until `groups_started` reaches this limit. The trainer gives the room of one
     producer to another only when it knows from here that the first will not use it.
     last_pull_error: why the newest version is not served yet; "" when all is well. metrics_url: where Prometheus finds it.
+    requests_held: sequential mode's requests that it has and has not answered.
     """
 
     run_id: str
@@ -105,6 +115,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     failed_pulls: int
     last_pull_error: str = ""
     queued_bytes: int = 0
+    requests_held: int = 0
     leaving: bool = False
     metrics_url: str = ""
     created: float
@@ -127,7 +138,8 @@ def key(message: ControlMessage | Request | Heartbeat) -> bytes:
     if isinstance(message, Heartbeat):
         return f"{message.run_id}/{message.producer_id}".encode()
     if isinstance(message, Request):
-        return message.request_id.encode()
+        # All that a producer is asked stands in one partition, in order.
+        return message.producer.encode()
     return f"{message.run_id}/{type(message).__struct_config__.tag}".encode()
 
 

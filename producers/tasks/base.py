@@ -35,3 +35,6 @@ class Task(Protocol):
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """An endless stream, the same for the same seed."""
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        """The prompt at an index (from 0) of that stream, without a walk through all before it."""

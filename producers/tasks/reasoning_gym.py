@@ -8,10 +8,11 @@ Refuses to score in this process: some of the verifiers execute the answer. `sco
 """
 
 import functools
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import reasoning_gym
 from pydantic import Field
@@ -43,6 +44,13 @@ class ReasoningGymParams(Params):
     """The reward is 1 from this score on and else 0; None takes the score (0 to 1, often shaped) as it is."""
 
 
+class _Part(NamedTuple):
+    """A short set of a stream, and the seed that it was made of."""
+
+    seed: int
+    items: ProceduralDataset
+
+
 class ReasoningGym:
     """A `Task`. Raises ConfigError naming the key of the run file that is wrong."""
 
@@ -58,6 +66,9 @@ class ReasoningGym:
             if name in self._params.dataset_params:
                 raise ConfigError(f"task.params.dataset_params.{name} can't be set: task.seed seeds an endless stream")
         self.scorer_params: Mapping[str, Any] = self._params.model_dump()
+        # The short set that was used last: streams are walked along.
+        self._at: tuple[int, int] | None = None
+        self._newest: _Part | None = None
         try:
             item = _dataset(self._params, seed=0, size=1)[0]
         except (TypeError, ValueError, AssertionError, KeyError) as error:
@@ -70,14 +81,24 @@ class ReasoningGym:
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """An endless stream, the same for the same seed."""
-        seeds = random.Random(seed)
-        while True:
-            dataset_seed = seeds.getrandbits(31)
-            dataset = _dataset(self._params, seed=dataset_seed, size=_ITEMS_PER_SEED)
-            for index in range(_ITEMS_PER_SEED):
-                item = dataset[index]
-                reference = {name: item[name] for name in ("question", "answer", "metadata")}
-                yield Prompt(f"{self._params.dataset}/{dataset_seed}/{index}", self._prompt(item), reference)
+        return (self.prompt(seed, index) for index in itertools.count())
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        """The prompt at an index of that stream."""
+        number, place = divmod(index, _ITEMS_PER_SEED)
+        part = self._part(seed, number)
+        item = part.items[place]
+        reference = {name: item[name] for name in ("question", "answer", "metadata")}
+        return Prompt(f"{self._params.dataset}/{part.seed}/{place}", self._prompt(item), reference)
+
+    def _part(self, seed: int, number: int) -> "_Part":
+        """One of the short sets that a stream is made of."""
+        where = (seed, number)
+        if where != self._at:
+            part_seed = random.Random(f"{seed}/{number}").getrandbits(31)
+            self._at, self._newest = where, _Part(part_seed, _dataset(self._params, seed=part_seed, size=_ITEMS_PER_SEED))
+        assert self._newest is not None
+        return self._newest
 
     def _prompt(self, item: Mapping[str, Any]) -> str:
         return self._params.prompt.format(question=item["question"], metadata=item["metadata"])

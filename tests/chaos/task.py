@@ -16,8 +16,11 @@ class CountOn:
     scorer_params: Mapping[str, Any] = {}
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
-        for number in itertools.count(random.Random(seed).randrange(10**6)):
-            yield Prompt(f"count-{number}", f"{number}+", {"n": number})
+        return (self.prompt(seed, index) for index in itertools.count())
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        number = random.Random(seed).randrange(10**6) + index
+        return Prompt(f"count-{number}", f"{number}+", {"n": number})
 
 
 def score(completion: str, reference: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[float, dict[str, float]]:

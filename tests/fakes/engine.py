@@ -84,9 +84,11 @@ class FakeTask:
     scorer_params: Mapping[str, Any] = {}
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
-        first = random.Random(seed).randrange(10**6)
-        for number in itertools.count(first):
-            yield Prompt(f"count-{number}", str(number), {"n": number})
+        return (self.prompt(seed, index) for index in itertools.count())
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        number = random.Random(seed).randrange(10**6) + index
+        return Prompt(f"count-{number}", str(number), {"n": number})
 
 
 def score(completion: str, reference: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[float, dict[str, float]]:

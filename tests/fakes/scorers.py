@@ -28,6 +28,9 @@ class ScorerTask:
     def prompts(self, seed: int) -> Any:
         raise NotImplementedError("only scored")
 
+    def prompt(self, seed: int, index: int) -> Any:
+        raise NotImplementedError("only scored")
+
 
 def score(completion: str, reference: Mapping[str, Any], params: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
     """1 for "good"; 1 or 0 for what a deed succeeded in, which its completion names; else what the reference says."""

@@ -36,6 +36,18 @@ HEARTBEAT = Heartbeat(
     failed_pulls=0,
     created=1.0,
 )
+REQUEST = Request(
+    run_id="r",
+    request_id="r/v1/c0/0",
+    producer="p.1",
+    version=1,
+    step=1,
+    first_prompt=8,
+    group_ids=("g",),
+    seed=3,
+    issue=0,
+    created=2.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +65,8 @@ def test_control_messages_round_trip(message: control.ControlMessage) -> None:
 
 def test_heartbeats_and_requests_round_trip() -> None:
     assert control.decode_heartbeat(control.encode(HEARTBEAT), "x") == HEARTBEAT
-    request = Request(run_id="r", request_id="q", producer="p", version=1, group_ids=("g",), prompt_ids=("0",), deadline=2.0)
-    assert control.decode_request(control.encode(request), "x") == request
+    assert control.decode_request(control.encode(REQUEST), "x") == REQUEST
+    assert control.key(REQUEST) == b"p.1"
 
 
 def test_compaction_keeps_the_newest_of_each_type_per_run() -> None:

@@ -54,7 +54,18 @@ def test_headers_that_tell_another_story_than_the_value_are_a_problem() -> None:
         ("control", control.EndOfRun(run_id="run-a", sequence=0, version=3, step=3, reason="done", created=1.0)),
         (
             "requests",
-            control.Request(run_id="run-a", request_id="r", producer="p", version=1, group_ids=(), prompt_ids=(), deadline=1.0),
+            control.Request(
+                run_id="run-a",
+                request_id="r",
+                producer="p.1",
+                version=1,
+                step=1,
+                first_prompt=8,
+                group_ids=("g",),
+                seed=3,
+                issue=0,
+                created=1.0,
+            ),
         ),
     ],
 )

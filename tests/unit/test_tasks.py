@@ -49,6 +49,12 @@ def test_the_stream_has_no_end_and_depends_on_nothing_but_its_seed() -> None:
     assert len({prompt.text for prompt in first[:500]} ^ {prompt.text for prompt in first[500:1000]}) > 100
 
 
+def test_a_prompt_is_found_by_its_index_in_any_order() -> None:
+    stream = list(itertools.islice(_task().prompts(7), 1200))
+    task = _task()
+    assert [task.prompt(7, index) for index in (1100, 3, 499, 500, 0)] == [stream[index] for index in (1100, 3, 499, 500, 0)]
+
+
 def test_a_prompt_id_is_enough_to_find_the_prompt_again() -> None:
     import reasoning_gym
 
