@@ -214,7 +214,7 @@ class RunConfig(_Section):
     """async: producers sample all the time, and what they sample is trained up to `max_staleness`. sequential: the trainer asks
     for each step's groups, producers take up its newest policy before they sample them, and staleness is 0."""
     refresh: Literal["always", "if_behind"] = "if_behind"
-    """Sequential mode: pull the policy's weights for every request, or only where the one served is older than the request's."""
+    """Sequential mode: pull the policy's weights for every request, or only where those served are older than it asks for."""
     max_staleness: int = Field(default=4, ge=0)
     """S: a trajectory is trained while newest announced version - its oldest version <= S. Sequential mode takes 0."""
     seed: int = 0
@@ -241,6 +241,11 @@ class RunConfig(_Section):
         if self.weights.keep is not None and self.weights.keep < self.max_staleness + 2:
             raise ValueError(f"weights.keep is {self.weights.keep}, less than max_staleness + 2 = {self.max_staleness + 2}")
         return self
+
+    @property
+    def staleness_bound(self) -> int:
+        """The largest staleness that is trained, by mode."""
+        return 0 if self.mode == "sequential" else self.max_staleness
 
     @property
     def versions_kept(self) -> int:
@@ -273,11 +278,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         raise ConfigError(f"{path}: " + "; ".join(explain(item, RunConfig) for item in error.errors())) from None
     return _anchor(run, path.resolve().parent)
-
-    @property
-    def staleness_bound(self) -> int:
-        """The largest staleness that is trained, by mode."""
-        return 0 if self.mode == "sequential" else self.max_staleness
 
 
 def dump(run: RunConfig) -> str:
