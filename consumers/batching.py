@@ -1,7 +1,7 @@
 """Groups -> rows -> right-padded micro-batches within a budget of padded tokens. Pure.
 
 Refuses to know models or losses. Every trajectory is in exactly one micro-batch; how a batch is cut changes memory and speed,
-never the gradient (`objectives.token_loss` divides by the whole batch's tokens).
+never the gradient (`objectives.row_scales` divides by what the whole batch holds).
 
 A row is prompt + completion, right-padded, so that position 0 is the first prompt token and a causal model never sees
 padding. `first` is the shortest prompt of the micro-batch: no position before it is trained, so no logits are needed there.
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consumers.advantages import advantages
 from consumers.groups import Group
-from consumers.objectives import grpo_advantages
+from echo.config import Advantage
 from echo.staleness import staleness
 from echo.trajectory import Trajectory
 
@@ -50,14 +51,14 @@ class MicroBatch(NamedTuple):
         return self._replace(**moved)
 
 
-def make_rows(groups: Iterable[Group], newest_version: int) -> list[Row]:
-    """All trajectories in order, with GRPO advantages within each group and staleness against the newest announced version."""
+def make_rows(groups: Iterable[Group], newest_version: int, advantage: Advantage = "grpo") -> list[Row]:
+    """All trajectories in order, with advantages within each group and staleness against the newest announced version."""
     rows = []
     for group in groups:
         rewards = torch.tensor([member.trajectory.reward for member in group.members], dtype=torch.float64)
-        for member, advantage in zip(group.members, grpo_advantages(rewards).tolist(), strict=True):
+        for member, value in zip(group.members, advantages(rewards, advantage).tolist(), strict=True):
             age = staleness(newest_version, member.trajectory.min_policy_version)
-            rows.append(Row(member.trajectory, advantage, age))
+            rows.append(Row(member.trajectory, value, age))
     return rows
 
 

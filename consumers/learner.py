@@ -34,7 +34,7 @@ from transformers.utils import logging as hf_logging
 from consumers import batching
 from consumers.batching import MicroBatch
 from consumers.groups import Group
-from consumers.objectives import TokenLoss, token_logprobs, token_loss
+from consumers.objectives import BatchSize, Settings, TokenLoss, policy_loss, token_logprobs
 from echo.config import RunConfig
 from echo.errors import CheckpointError, ConfigError, RecordError
 from echo.weights.manifest import HostTensor
@@ -65,7 +65,7 @@ class StepStats:
 
     skipped: the loss or the gradient norm was not finite, or no token was trainable; weights and optimiser are unchanged.
     loss, grad_norm (before clipping): as they were, so they may be NaN or infinite when skipped.
-    clipped_ratio, truncated_ratio: shares of tokens, see `objectives.token_loss`. entropy: nats.
+    clipped_ratio, truncated_ratio: shares of tokens, see `objectives.policy_loss`. entropy: nats.
     mismatch_kl: KL(behaviour || learner) in nats, by staleness of the trajectory: "0" and ">0", each only where it has
     tokens. At "0" it is the engines' difference, plus the steps taken since the last publication where publish_every > 1.
     tokens: prompt and completion tokens. loss_tokens: those that are trained. staleness: one per trajectory, in versions.
@@ -96,6 +96,7 @@ class Learner:
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
+        self._settings = Settings.of(run.learner, fixed_length=run.sampling.max_tokens)
         if run.learner.threads:
             torch.set_num_threads(run.learner.threads)
         set_seed(run.seed)
@@ -157,14 +158,14 @@ class Learner:
             raise ValueError("a step needs at least one group")
         for group in groups:
             self.check(group)
-        rows = batching.make_rows(groups, newest_version)
+        rows = batching.make_rows(groups, newest_version, self._run.learner.advantage)
         loss_tokens = sum(int(row.trajectory.loss_mask.sum()) for row in rows)
         sums = _Sums(self._device)
         forward_seconds = backward_seconds = 0.0
         for cpu_batch in batching.micro_batches(rows, self._run.learner.tokens_per_microbatch):
             started = self._now()
             batch = cpu_batch.to(self._device)
-            found = self._loss(batch, denominator=max(1, loss_tokens))
+            found = self._loss(batch, BatchSize(len(rows), loss_tokens))
             sums.add(found, batch)
             middle = self._now()
             self._accelerator.backward(found.loss)
@@ -277,9 +278,9 @@ class Learner:
         if self._accelerator.scaler is not None and "scaler" in meta:
             self._accelerator.scaler.load_state_dict(dict(meta["scaler"]))
 
-    def _loss(self, batch: MicroBatch, *, denominator: int) -> TokenLoss:
+    def _loss(self, batch: MicroBatch, size: BatchSize) -> TokenLoss:
         """Forward pass and objective of one micro-batch; only the positions from `first` on are looked at."""
-        first, settings = batch.first, self._run.learner
+        first, settings = batch.first, self._settings
         keep = batch.input_ids.shape[1] - first + 1
         output = self._model(
             input_ids=batch.input_ids,
@@ -295,19 +296,15 @@ class Learner:
             batch.temperatures,
             entropy_gradient=settings.entropy_coefficient > 0,
         )
-        return token_loss(
+        return policy_loss(
             logprobs,
             proximal=logprobs.detach(),  # One step per batch: the policy at its beginning is the one in hand.
             behaviour=batch.behaviour[:, first:],
             advantages=batch.advantages,
             mask=batch.loss_mask[:, first:],
-            denominator=denominator,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            correction=settings.correction,
-            tis_cap=settings.tis_cap,
             entropy=entropy,
-            entropy_coefficient=settings.entropy_coefficient,
+            size=size,
+            settings=settings,
         )
 
     def _weights(self) -> dict[str, Tensor]:

@@ -136,6 +136,13 @@ class BatchConfig(_Section):
     """Without a heartbeat for so long a producer is dead and its window goes to the others."""
 
 
+Advantage = Literal["grpo", "dr_grpo", "rloo"]
+PolicyObjective = Literal["ppo", "cispo", "gspo"]
+Correction = Literal["token_tis", "sequence_tis", "icepop", "trust_region", "tapered", "none"]
+Normalization = Literal["token_mean", "sequence_mean", "fixed_length"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
 class LearnerConfig(_Section):
     steps: int = Field(default=100, ge=0)
     """Optimiser steps of the run."""
@@ -144,14 +151,39 @@ class LearnerConfig(_Section):
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient."""
-    advantage: Literal["grpo"] = "grpo"
+    advantage: Advantage = "grpo"
+    """What a reward counts within its group. grpo: its distance from the mean in standard deviations. dr_grpo: its distance
+    from the mean (with normalization fixed_length this is Dr. GRPO). rloo: its distance from the mean of the others."""
+    objective: PolicyObjective = "ppo"
+    """ppo: a ratio per token, clipped. gspo: one ratio per completion, clipped (its bounds are near 3e-4; take normalization
+    sequence_mean). cispo: the ratio is a capped weight, and no token's gradient is stopped."""
     clip_low: float = Field(default=0.2, ge=0)
+    """ppo and gspo keep the ratio above 1 - clip_low where the advantage is negative."""
     clip_high: float = Field(default=0.2, ge=0)
-    correction: Literal["token_tis", "none"] = "token_tis"
-    """Off-policy correction."""
+    """ppo and gspo keep the ratio below 1 + clip_high where the advantage is positive; cispo caps it there."""
+    correction: Correction = "token_tis"
+    """How a token counts that another policy drew (docs/objectives.md). none: PPO as it stands, clipped around the behaviour
+    policy. token_tis, sequence_tis: a truncated importance weight per token or per completion. icepop: a weight per token, 0
+    outside the band. trust_region: token_tis, and a token's gradient stops where new / behaviour has left the band in the
+    direction of its advantage. tapered: what was good counts in full, what was bad only as far as the learner would still do
+    it."""
     tis_cap: float = Field(default=2.0, gt=0)
-    """Upper bound of a token's truncated importance weight."""
+    """Upper bound of a truncated importance weight."""
+    band_low: float = Field(default=0.5, ge=0)
+    """Lower end of the band of icepop (proximal / behaviour) and trust_region (new / behaviour)."""
+    band_high: float = Field(default=2.0, gt=0)
+    """Upper end of that band."""
+    off_policy_mask: float | None = Field(default=None, ge=0)
+    """Leaves out completions of negative advantage whose mean log(behaviour / new) per token is above this, in nats."""
+    normalization: Normalization = "token_mean"
+    """What the loss is a mean of: token_mean, all trained tokens of a batch; sequence_mean, its completions, each the mean of
+    its tokens; fixed_length, its completions, each the sum of its tokens over sampling.max_tokens."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL from the reference policy."""
+    kl_estimator: KlEstimator = "k3"
+    """k1 is taken off the advantage; k2 and k3 are added to the loss."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus."""
     tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Padded tokens of one forward pass; the gradient does not depend on it."""
     threads: int = Field(default=0, ge=0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers import batching
-from consumers.objectives import grpo_advantages
+from consumers.advantages import advantages
 from echo.trajectory import Sampling
 from tests.helpers import make_group, make_trajectory
 
@@ -39,8 +39,8 @@ def test_rows_carry_advantage_and_staleness_of_their_own_group():
     rows = batching.make_rows(groups, newest_version=8)
     assert [row.trajectory.trajectory_id for row in rows] == [m.trajectory.trajectory_id for g in groups for m in g.members]
     assert [row.staleness for row in rows] == [1, 1, 1, 4, 0]
-    first = grpo_advantages(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)).tolist()
-    second = grpo_advantages(torch.tensor([5.0, 3.0], dtype=torch.float64)).tolist()
+    first = advantages(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), "grpo").tolist()
+    second = advantages(torch.tensor([5.0, 3.0], dtype=torch.float64), "grpo").tolist()
     assert [row.advantage for row in rows] == first + second
 
 

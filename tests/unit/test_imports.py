@@ -25,7 +25,7 @@ SOURCES = SHIPPED + sorted((ROOT / "grafana").glob("*.py")) + sorted((ROOT / "de
 HEAVY = ("torch", "transformers", "vllm")
 (PURE,) = (c for c in PYPROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("pure parts"))
 # Of the pure parts, those that compute on tensors.
-WITH_TORCH = {"consumers.batching", "consumers.digest", "consumers.objectives"}
+WITH_TORCH = {"consumers.advantages", "consumers.batching", "consumers.digest", "consumers.objectives"}
 
 # Loading any of these formats can run code that is in the bytes.
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
