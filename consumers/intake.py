@@ -57,6 +57,13 @@ class Settlement(NamedTuple):
     state: dict[str, Any] | None
 
 
+class Standing(NamedTuple):
+    """Requested groups that wait here to be cut, and those that were dropped and will never come, with the reason."""
+
+    ready: frozenset[str]
+    dropped: dict[str, Reason]
+
+
 class BufferTooSmallError(EchoError):
     """One batch does not fit into the buffer: no progress is possible."""
 
@@ -102,6 +109,8 @@ class Intake:
         self._dropped_groups: Counter[str] = Counter()
         self._worst_staleness = 0
         self._seen: tuple[int, int] | None = None
+        # Sequential mode: the only groups that are taken. None takes every group of the run.
+        self._requested: frozenset[str] | None = None
         self._changed = threading.Condition()
 
     # The polling thread's side.
@@ -157,6 +166,19 @@ class Intake:
             return self._nbytes >= self._buffer_bytes
 
     # The trainer's side.
+
+    def request(self, group_ids: Iterable[str]) -> None:
+        """From now on take these groups alone: what else is read of the run is dropped."""
+        with self._changed:
+            self._requested = frozenset(group_ids)
+
+    def standing(self, group_ids: Iterable[str]) -> Standing:
+        """What has become of groups that the last `request` named; of those in neither set, members are missing."""
+        with self._changed:
+            ready = {group.group_id for group in self._ready}
+            wanted = frozenset(group_ids)
+            dropped = {name: self._decided[name] for name in wanted - ready if name in self._decided}
+            return Standing(wanted & ready, dropped)
 
     def cut(self, timeout_s: float) -> list[Group] | None:
         """A batch of `groups_per_step` groups, the oldest policy first, then in order of completion; None after the timeout.
@@ -257,6 +279,9 @@ class Intake:
             self._resolve(*where, Reason.TOO_LARGE)
             self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.TOO_LARGE)
             return None
+        if self._requested is not None and header.group_id not in self._requested:
+            self._resolve(*where, Reason.UNREQUESTED)
+            return None
         if self._assembler.holds(header.group_id, header.group_index):
             self._resolve(*where, Reason.DUPLICATE)
             return None
@@ -277,6 +302,7 @@ class Intake:
         return (
             header.run_id == self._run_id
             and header.group_id not in self._decided
+            and (self._requested is None or header.group_id in self._requested)
             and not is_stale(self._newest, header.min_policy_version, self._max_staleness)
             and (self._max_tokens is None or header.token_count <= self._max_tokens)
         )

@@ -28,6 +28,7 @@ class Reason(StrEnum):
     STALE = "stale"
     DUPLICATE = "duplicate"
     FOREIGN_RUN = "foreign_run"
+    UNREQUESTED = "unrequested"
     DEADLINE = "deadline"
     INCOMPLETE_GROUP = "incomplete_group"
     BUFFER_FULL = "buffer_full"
@@ -42,6 +43,7 @@ OUTCOME_OF = {
     Reason.STALE: Outcome.DROPPED,
     Reason.DUPLICATE: Outcome.DROPPED,
     Reason.FOREIGN_RUN: Outcome.DROPPED,
+    Reason.UNREQUESTED: Outcome.DROPPED,
     Reason.DEADLINE: Outcome.DROPPED,
     Reason.INCOMPLETE_GROUP: Outcome.DROPPED,
     Reason.BUFFER_FULL: Outcome.DROPPED,

@@ -225,6 +225,20 @@ def test_siblings_that_disagree_about_the_group_size_are_corrupt() -> None:
     assert "group_size is 3, but 2 in its siblings" in letter.detail
 
 
+def test_where_groups_are_requested_no_others_are_taken() -> None:
+    log, intake = Log(), make_intake()
+    asked = [member(number, 0).group_id for number in (0, 1, 2)]
+    intake.request(asked)
+    intake.offer([log.put(member(3, 0)), log.put(member(0, 0)), log.put(member(1, 1))])
+    intake.offer([log.put(member(2, 0)), log.put(member(2, 1, completion_ids=[100]))])
+    intake.offer([log.put(member(0, 1)), log.put(member(0, 1))])
+    assert intake.standing(asked) == ({asked[0]}, {asked[2]: Reason.INCOMPLETE_GROUP})
+    assert reasons(intake) == {Reason.UNREQUESTED: 1, Reason.INCOMPLETE_GROUP: 1, Reason.DUPLICATE: 1}
+    intake.offer([log.put(member(1, 0))])
+    assert intake.standing(asked).ready == {asked[0], asked[1]}
+    assert intake.cut(0) is not None
+
+
 def test_a_batch_left_out_for_nan_is_resolved_with_that_reason() -> None:
     log, intake = Log(), make_intake(groups_per_step=1)
     intake.offer([log.put(member(0, 0)), log.put(member(0, 1))])
