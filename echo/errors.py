@@ -12,6 +12,7 @@
     ├── WeightsError         weights could not be stored or pulled; `retriable` as above
     │   ├── ManifestError    a manifest is missing, foreign, or does not match its digest
     │   ├── ChunkError       a chunk is missing or does not match its digest
+    │   ├── DeltaError       a delta is damaged, or was made from another tensor
     │   └── PullCancelled    the caller gave up a pull: a newer version was announced, or it stops
     ├── EngineError          an inference engine failed
     ├── TaskError            a task can't be built or scored
@@ -77,6 +78,10 @@ class ManifestError(WeightsError):
 
 class ChunkError(WeightsError):
     """A chunk is missing or does not match its digest."""
+
+
+class DeltaError(WeightsError):
+    """A delta is damaged, or was made from another tensor."""
 
 
 class PullCancelled(WeightsError):

@@ -172,7 +172,14 @@ class WeightStore:
                         f"{path}: version {newest} of run {run_id!r} is published already; the next is {newest + 1}"
                     )
                 entries, new_bytes = self._write_tensors(tensors, chunk_bytes)
-                manifest = Manifest(run_id=run_id, version=version, step=step, created=created, tensors=entries)
+                manifest = Manifest(
+                    schema=manifests.MANIFEST_SCHEMA,
+                    run_id=run_id,
+                    version=version,
+                    step=step,
+                    created=created,
+                    tensors=entries,
+                )
                 raw = manifests.encode(manifest)
                 self._write(raw, path)
                 for folder in (path.parent, path.parent.parent, self.root):
