@@ -67,6 +67,9 @@ _NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOP
 # How often a reader or producer compares what the client knows of the cluster, seconds.
 _GUARD_EVERY_S = 0.5
 
+# How long `find_leaders` waits, seconds.
+_LEADERS_S = 2.0
+
 _Client = TypeVar("_Client")
 
 
@@ -86,6 +89,14 @@ def build(kind: Callable[[dict[str, Any]], _Client], conf: dict[str, Any]) -> _C
         return kind(conf)
     except KafkaException as error:
         raise ConfigError(f"broker.settings: {error.args[0].str()}") from None
+
+
+def find_leaders(client: Consumer | Producer, topic: str) -> None:
+    """Have the client know the topic's leaders before it needs them. Without an answer it goes on asking by itself."""
+    try:
+        client.list_topics(topic, _LEADERS_S)
+    except KafkaException as error:
+        log.info("no answer about the leaders yet, the client goes on asking", topic=topic, error=str(error.args[0]))
 
 
 def wrap_error(error: KafkaError, doing: str) -> BrokerError:

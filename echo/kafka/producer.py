@@ -11,7 +11,17 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from echo.errors import BrokerError
-from echo.kafka.client import CONSUMER_ONLY, ClientErrors, SameCluster, Settings, build, client_settings, or_default, wrap_error
+from echo.kafka.client import (
+    CONSUMER_ONLY,
+    ClientErrors,
+    SameCluster,
+    Settings,
+    build,
+    client_settings,
+    find_leaders,
+    or_default,
+    wrap_error,
+)
 from echo.log import Delivery, Headers, OnDelivery
 
 log = structlog.get_logger("kafka")
@@ -48,11 +58,16 @@ class KafkaLogProducer:
         conf["queue.buffering.max.kbytes"] = max(1, queue_bytes // 1024)
         conf["error_cb"] = self._errors
         self._producer = build(Producer, conf)
+        self._known: set[str] = set()
 
     def send(
         self, topic: str, *, key: bytes, value: bytes, headers: Headers = (), on_delivery: OnDelivery | None = None
     ) -> bool:
         self._check()
+        if topic not in self._known:
+            # A client that gets a record and knows no leader for it lets half a second pass.
+            self._known.add(topic)
+            find_leaders(self._producer, topic)
         try:
             self._producer.produce(topic, value=value, key=key, headers=list(headers), on_delivery=_adapt(on_delivery))
         except BufferError:

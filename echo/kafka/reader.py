@@ -12,7 +12,17 @@ import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from echo.errors import BrokerError
-from echo.kafka.client import PRODUCER_ONLY, ClientErrors, SameCluster, Settings, build, client_settings, or_default, wrap_error
+from echo.kafka.client import (
+    PRODUCER_ONLY,
+    ClientErrors,
+    SameCluster,
+    Settings,
+    build,
+    client_settings,
+    find_leaders,
+    or_default,
+    wrap_error,
+)
 from echo.log import BEGINNING, LogRecord, Partition
 
 log = structlog.get_logger("kafka")
@@ -77,6 +87,9 @@ class KafkaLogReader:
             TopicPartition(topic, number, OFFSET_BEGINNING if offset == BEGINNING else offset)
             for (topic, number), offset in positions.items()
         ]
+        # A client that has to look up an offset and knows no leader lets half a second pass.
+        for topic in {topic for topic, _ in positions}:
+            find_leaders(self._consumer, topic)
         try:
             # The client would carry a pause over into the new assignment.
             self._consumer.resume([TopicPartition(*partition) for partition in self._paused])
