@@ -17,7 +17,10 @@ _SMOOTHING = 0.3
 
 
 class ProducerStatus(NamedTuple):
-    """A live producer. throughput: groups per second of busy time, smoothed; 0 while unknown. outstanding: groups."""
+    """A live producer. throughput: groups per second of busy time, smoothed; 0 while unknown. outstanding: groups.
+
+    heartbeat: the number of its last one. requests_held: as that one said.
+    """
 
     producer_id: str
     incarnation: str
@@ -26,6 +29,8 @@ class ProducerStatus(NamedTuple):
     throughput: float
     outstanding: int
     last_pull_error: str
+    heartbeat: int = 0
+    requests_held: int = 0
 
 
 class _Seen:
@@ -52,7 +57,8 @@ class _Seen:
 class Fleet:
     """Not thread safe: its owner holds a lock.
 
-    total_window: groups outstanding over all producers (`staleness.total_window`). resolved: groups resolved per producer
+    total_window: groups outstanding over all producers (`staleness.total_window`); None grants nothing, because producers are
+    asked for each group (sequential mode). resolved: groups resolved per producer
     incarnation, from a checkpoint.
     """
 
@@ -60,7 +66,7 @@ class Fleet:
         self,
         *,
         run_id: str,
-        total_window: int,
+        total_window: int | None,
         dead_after_s: float,
         clock: Callable[[], float],
         resolved: Mapping[str, int] | None = None,
@@ -113,6 +119,8 @@ class Fleet:
                 seen.throughput,
                 max(0, seen.heartbeat.groups_started - self._resolved[incarnation]),
                 seen.heartbeat.last_pull_error,
+                seen.heartbeat.sequence,
+                seen.heartbeat.requests_held,
             )
             for incarnation, seen in self._seen.items()
         )
@@ -124,6 +132,8 @@ class Fleet:
         only when the heartbeat of the first shows that it can't be used there any more.
         """
         self._bury()
+        if self._total_window is None:
+            return {}
         wanted = grant_windows(self._total_window, {name: seen.throughput for name, seen in self._seen.items()})
         # Groups that each can have outstanding by now, whatever we say next.
         held = {name: max(0, seen.may_reach() - self._resolved[name]) for name, seen in self._seen.items()}

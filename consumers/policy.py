@@ -6,13 +6,13 @@ a second trainer of the same run fences this one, which then stops with `FencedE
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import structlog
 
 from echo import control
-from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress
+from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress, Request
 from echo.errors import ControlError, EchoError
 from echo.log import BEGINNING, LogReader, LogTransactions
 from echo.waiting import Watch
@@ -26,7 +26,10 @@ MessageT = TypeVar("MessageT", bound=ControlMessage)
 
 
 class ControlWriter:
-    """The control topic's only writer of this run. Thread safe: the trainer announces, the fleet thread sends progress."""
+    """The only writer of this run's control messages and requests.
+
+    Thread safe: the trainer announces and asks, the fleet thread sends progress.
+    """
 
     def __init__(self, sender: LogTransactions, topic: str) -> None:
         self._sender = sender
@@ -49,6 +52,14 @@ class ControlWriter:
             message = make(self._sequence)
             self._sender.send(self._topic, [(control.key(message), control.encode(message))])
             return message
+
+    def ask(self, topic: str, requests: Sequence[Request]) -> None:
+        """Commit requests to their topic, together: no trainer that was fenced asks for anything.
+
+        Raises BrokerError, FencedError.
+        """
+        with self._lock:
+            self._sender.send(topic, [(control.key(request), control.encode(request)) for request in requests])
 
     def close(self) -> None:
         with self._lock:

@@ -25,6 +25,7 @@ from consumers.lineage import touches
 from consumers.outcomes import Outcomes
 from consumers.policy import PolicyPublisher
 from consumers.reader import TrajectoryReader
+from consumers.requester import Requester
 from echo.config import RunConfig
 from echo.control import Grant
 from echo.journal import Interval, Journal
@@ -61,6 +62,7 @@ class Trainer:
         cluster_id: str,
         shown: LogGroupOffsets,
         abandoned: Callable[..., list[Interval]],
+        requester: Requester | None = None,
         step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,6 +81,8 @@ class Trainer:
         self._shown = shown
         self._find_abandoned = abandoned
         self._abandoned: list[Interval] = []
+        # Sequential mode: groups are asked for, step by step. In async mode they come.
+        self._requester = requester
         self._clock = clock
         self.step = step
         self._unjournaled: list[Resolution] = []
@@ -87,7 +91,7 @@ class Trainer:
         self._seen = intake.stats()
         self._outcomes = Outcomes(metrics)
         self._shown_producers: set[str] = set()
-        metrics.staleness_bound.set(run.max_staleness)
+        metrics.staleness_bound.set(run.staleness_bound)
         metrics.buffer_limit_bytes.set(run.batch.buffer_bytes)
 
     def run(self) -> None:
@@ -116,8 +120,12 @@ class Trainer:
     def _next_batch(self) -> list[Group] | None:
         """Wait for a batch; None when a stop was asked for."""
         watch = Watch("a batch", self._describe_wait, limit_s=self._run.limits.waiting_s, clock=self._clock)
+        if self._requester is not None:
+            self._requester.begin(self.step, self._publisher.newest)
         with self._phase("wait"):
             while not self._stop.is_set():
+                if self._requester is not None:
+                    self._requester.turn()
                 batch = self._intake.cut(_LOOK_S)
                 self._reader.check()
                 self._fleet.check()
@@ -125,7 +133,7 @@ class Trainer:
                 self._settle()
                 self._show_intake()
                 if batch is not None:
-                    return batch
+                    return batch if self._requester is None else self._requester.complete(batch)
                 # Records that come in are no progress by themselves: a reader that drops all it reads must say so.
                 watch.check()
         return None
@@ -229,8 +237,9 @@ class Trainer:
         errors = "".join(f"; {p.producer_id} could not pull: {p.last_pull_error}" for p in producers if p.last_pull_error)
         return (
             f"{stats.groups_ready} of {self._run.batch.groups_per_step} groups are ready; of {stats.read} records read: "
-            f"{', '.join(parts)} (worst staleness {stats.worst_staleness}, bound {self._run.max_staleness}); "
+            f"{', '.join(parts)} (worst staleness {stats.worst_staleness}, bound {self._run.staleness_bound}); "
             f"newest announced {stats.newest_version}; {serving}{errors}"
+            + (f"; {self._requester.describe()}" if self._requester is not None else "")
         )
 
     @contextmanager
@@ -261,8 +270,9 @@ class Trainer:
                 m.lag_records.labels(run_id, self._reader.topic, str(number)).set(behind + span[number])
         producers = self._fleet.alive()
         m.producers_alive.set(len(producers))
-        m.groups_outstanding.set(sum(producer.outstanding for producer in producers))
-        windows = self._fleet.windows()
+        windows = self._fleet.windows() if self._requester is None else self._requester.held()
+        outstanding = [producer.outstanding for producer in producers] if self._requester is None else windows.values()
+        m.groups_outstanding.set(sum(outstanding))
         alive = {producer.producer_id for producer in producers}
         for gone in self._shown_producers - alive:
             m.producer_serving.remove(run_id, gone)

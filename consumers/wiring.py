@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from consumers.checkpoint import CheckpointStore, Loaded
+from consumers.dispatcher import Dispatcher
 from consumers.fleet import Fleet
 from consumers.fleet_listener import FleetListener
 from consumers.intake import Intake
@@ -22,6 +23,7 @@ from consumers.ledger import Ledger
 from consumers.lineage import abandoned
 from consumers.policy import ControlWriter, PolicyPublisher, Told, read_told
 from consumers.reader import TrajectoryReader
+from consumers.requester import Requester
 from consumers.train import Trainer
 from echo import dead_letter
 from echo.config import RunConfig
@@ -105,7 +107,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
         writer.go_on_after(told.sequence)
         intake = Intake(
             run_id=run.run_id,
-            max_staleness=run.max_staleness,
+            max_staleness=run.staleness_bound,
             groups_per_step=run.batch.groups_per_step,
             buffer_bytes=run.batch.buffer_bytes,
             group_deadline_s=run.batch.group_deadline_s,
@@ -140,7 +142,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
         fleet = FleetListener(
             fleet=Fleet(
                 run_id=run.run_id,
-                total_window=total_window(run.max_staleness, run.batch.groups_per_step, run.learner.publish_every),
+                total_window=_total_window(run),
                 dead_after_s=run.batch.producer_dead_s,
                 clock=time.monotonic,
                 resolved=restored.get("groups_resolved"),
@@ -150,6 +152,10 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             send_progress=lambda grants: publisher.progress(step=trainer.step, grants=grants),
         )
         opened.callback(fleet.close)
+        requester = None
+        if run.mode == "sequential":
+            send = partial(writer.ask, names.requests)
+            requester = Requester(_dispatcher(run), intake=intake, alive=fleet.alive, send=send)
         shown = clients.open_shown()
         opened.callback(shown.close, _SHOW_S)
         checkpoints.supersede(loaded.step if loaded is not None else None)
@@ -169,6 +175,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             check_children=check_children,
             cluster_id=clients.cluster_id,
             shown=shown,
+            requester=requester,
             abandoned=partial(
                 abandoned,
                 restored.get("abandoned", ()),
@@ -177,6 +184,23 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             step=loaded.step if loaded is not None else 0,
         )
         yield trainer
+
+
+def _total_window(run: RunConfig) -> int | None:
+    if run.mode == "sequential":
+        return None
+    return total_window(run.max_staleness, run.batch.groups_per_step, run.learner.publish_every)
+
+
+def _dispatcher(run: RunConfig) -> Dispatcher:
+    return Dispatcher(
+        run_id=run.run_id,
+        groups_per_step=run.batch.groups_per_step,
+        groups_per_call=run.producer.groups_per_call,
+        seed=run.seed,
+        deadline_s=run.batch.request_deadline_s,
+        clock=time.monotonic,
+    )
 
 
 def _loaded(checkpoints: CheckpointStore, resume: Path | str) -> Loaded | None:
