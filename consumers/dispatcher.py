@@ -110,7 +110,7 @@ class Dispatcher:
         return [self._issue(one, alive, now) for one in waiting] if alive else []
 
     def complete(self, batch: Sequence[Group]) -> list[Group]:
-        """The step's batch was cut: nothing is missing any more. Its groups in the order of their prompts: so they are trained."""
+        """The step's batch was cut: nothing is missing any more. Its groups in the order of their prompts, for training."""
         for one in self._calls:
             one.missing.clear()
         return sorted(batch, key=lambda group: self._prompts[group.group_id])

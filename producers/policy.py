@@ -193,6 +193,8 @@ class PolicyPuller:
     A newer announcement cancels a running pull, unless that would starve the engine: after one cancelled pull the
     next is finished, as long as what it pulls could still be sampled from (`max_staleness`). A failed pull is counted,
     told by `last_error`, and tried again after a growing, jittered wait that a newer announcement ends.
+
+    on_request: pull nothing before `refresh` asks for it (sequential mode).
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class PolicyPuller:
         max_staleness: int,
         deadline_s: float,
         first_retry_s: float = _FIRST_RETRY_S,
+        on_request: bool = False,
     ) -> None:
         self._listener = listener
         self._changed = listener.changed
@@ -216,6 +219,9 @@ class PolicyPuller:
         # The newest version that was pulled: also where the engine refuses it, it is not pulled again.
         self._settled = -1
         self._finish_next = False
+        self._on_request = on_request
+        self._held_back = on_request
+        self._refreshes = 0
         self._closed = False
         self._failures_in_row = 0
         self.pulls = 0
@@ -239,6 +245,15 @@ class PolicyPuller:
     @property
     def has_policy(self) -> bool:
         return self._slot is not None
+
+    def refresh(self) -> None:
+        """Pull the newest announced policy now, also where it was pulled before: `take_policy` gives it, once it is there."""
+        with self._changed:
+            self._slot = None
+            self._settled = -1
+            self._held_back = False
+            self._refreshes += 1
+            self._changed.notify_all()
 
     def refused(self, policy: Policy, error: str) -> None:
         """The engine could not load it: the old version serves on, and this one is not pulled again."""
@@ -264,16 +279,18 @@ class PolicyPuller:
             with self._changed:
                 while not self._closed and self._wanted() is None:
                     self._changed.wait()
-                announcement = self._wanted()
+                announcement, refreshes = self._wanted(), self._refreshes
                 if self._closed or announcement is None:
                     return
-            self._pull(announcement)
+            self._pull(announcement, refreshes)
 
     def _wanted(self) -> Announcement | None:
+        if self._held_back:
+            return None
         announcement = self._listener.state.announcement
         return announcement if announcement is not None and announcement.version > self._settled else None
 
-    def _pull(self, announcement: Announcement) -> None:
+    def _pull(self, announcement: Announcement, refreshes: int) -> None:
         version = announcement.version
         try:
             pulled = self._client.pull(
@@ -299,7 +316,10 @@ class PolicyPuller:
         self._metrics.pull_bytes.inc(pulled.received_bytes)
         with self._changed:
             self._slot = Policy(version, pulled.tensors)
-            self._settled = version
+            # Else it was asked anew meanwhile: what is newest now is still to be pulled.
+            if refreshes == self._refreshes:
+                self._settled = version
+                self._held_back = self._on_request
             self._finish_next = False
             self._failures_in_row = 0
             self.pulls += 1
