@@ -143,10 +143,22 @@ Normalization = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
+class LoraConfig(_Section):
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    """An adapter counts by alpha / rank."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of the linear layers that get an adapter, like [q_proj, v_proj]; all-linear: each but the output layer."""
+
+
 class LearnerConfig(_Section):
     steps: int = Field(default=100, ge=0)
     """Optimiser steps of the run."""
     lr: float = Field(default=1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How lr goes after the warm-up: it stays, or it falls to 0 at the last of `steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which lr rises from 0 to its value, in equal parts; the first of them is at 0."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
@@ -186,6 +198,17 @@ class LearnerConfig(_Section):
     """Weight of an entropy bonus."""
     tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Padded tokens of one forward pass; the gradient does not depend on it."""
+    gradient_checkpointing: bool = False
+    """Compute the insides of layers a second time on the way back instead of keeping them: less memory, a third more time."""
+    lora: LoraConfig | None = None
+    """Train adapters on a frozen base instead of all weights (needs the extra `lora`); {} takes the defaults."""
+    sharding: Literal["none", "full"] = "none"
+    """With several ranks (`accelerate launch`). none: each holds all and gradients are averaged (DDP). full: weights, gradients
+    and optimiser are split over them (FSDP)."""
+    rank_timeout_s: float = Field(default=50.0, gt=0)
+    """How long a rank waits for the others before it takes them for dead."""
+    max_skipped: int = Field(default=5, ge=1)
+    """So many steps in a row without a finite gradient end the run."""
     threads: int = Field(default=0, ge=0)
     """Torch threads; 0 leaves torch's own choice."""
     publish_every: int = Field(default=1, ge=1)
@@ -213,7 +236,7 @@ class WeightsConfig(_Section):
     port: int = Field(default=9103, ge=0, le=65535)
     """0 takes a free port."""
     url: str | None = None
-    """Where producers reach the server; None is http://host:port."""
+    """Where producers reach the server; None is http(s)://host:port."""
     token: SecretStr | None = None
     """Bearer token, asked of every puller."""
     chunk_bytes: int = Field(default=8 * 2**20, ge=4096)
@@ -223,6 +246,24 @@ class WeightsConfig(_Section):
     read_timeout_s: float = Field(default=60.0, gt=0)
     pull_deadline_s: float = Field(default=600.0, gt=0)
     """One pull, retries included."""
+    tls_cert: Path | None = None
+    """PEM certificate (with its chain) of the weight server, and of peers; with `tls_key` they serve https."""
+    tls_key: Path | None = None
+    """PEM private key of `tls_cert`."""
+    tls_ca: Path | None = None
+    """PEM certificates that pullers trust for https; None: those of the system."""
+    accel_redirect: str | None = Field(default=None, pattern=r"^/[A-Za-z0-9._/-]*$")
+    """Prefix of an internal nginx location over the store's `chunks` folder: chunks are then answered with X-Accel-Redirect."""
+    max_egress_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Bound of the chunk bytes that the weight server sends, over all pullers together, and that each peer sends."""
+    peers: bool = False
+    """Producers serve the chunks that they hold to each other, so that the weight server sends each about once."""
+    peer_host: str = "127.0.0.1"
+    """Where a producer listens for its peers."""
+    peer_port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free port."""
+    peer_url: str | None = None
+    """Where its peers reach this producer; None is http(s)://peer_host:port."""
 
 
 class MetricsConfig(_Section):
@@ -272,6 +313,8 @@ class RunConfig(_Section):
             )
         if self.weights.keep is not None and self.weights.keep < self.max_staleness + 2:
             raise ValueError(f"weights.keep is {self.weights.keep}, less than max_staleness + 2 = {self.max_staleness + 2}")
+        if (self.weights.tls_cert is None) != (self.weights.tls_key is None):
+            raise ValueError("weights.tls_cert and weights.tls_key go together")
         return self
 
     @property
@@ -285,7 +328,8 @@ class RunConfig(_Section):
 
     @property
     def weights_url(self) -> str:
-        return self.weights.url or f"http://{self.weights.host}:{self.weights.port}"
+        scheme = "http" if self.weights.tls_cert is None else "https"
+        return self.weights.url or f"{scheme}://{self.weights.host}:{self.weights.port}"
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -337,6 +381,9 @@ def _open_secrets(value: Any) -> Any:
     return value
 
 
+_TLS_FILES = ("tls_cert", "tls_key", "tls_ca")
+
+
 def _anchor(run: RunConfig, folder: Path) -> RunConfig:
     """Make relative paths absolute. A model that exists beside the file is a folder, any other name a hub id."""
 
@@ -361,7 +408,10 @@ def _anchor(run: RunConfig, folder: Path) -> RunConfig:
             "topics": topics,
             "broker": broker,
             "checkpoint": checkpoint,
-            "weights": run.weights.model_copy(update={"dir": at(run.weights.dir)}),
+            "weights": run.weights.model_copy(
+                update={"dir": at(run.weights.dir)}
+                | {name: at(path) for name in _TLS_FILES if (path := getattr(run.weights, name)) is not None}
+            ),
         }
     )
 

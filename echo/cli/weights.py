@@ -43,6 +43,14 @@ def serve(
     store: Store,
     host: Annotated[str | None, typer.Option(help="Default: the run file's weights.host, else 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: weights.port, else 9103.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate. Default: weights.tls_cert.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM private key. Default: weights.tls_key.")] = None,
+    max_egress: Annotated[
+        float | None, typer.Option(help="Chunk bytes per second at most. Default: weights.max_egress_bytes_per_s.")
+    ] = None,
+    accel_redirect: Annotated[
+        str | None, typer.Option(help="Internal nginx location over the store's chunks. Default: weights.accel_redirect.")
+    ] = None,
     ready_fd: Annotated[int | None, typer.Option(hidden=True, help="Where to write the port, when listening.")] = None,
 ) -> None:
     """Serve the store over HTTP until SIGTERM or Ctrl-C; a second one stops at once."""
@@ -56,7 +64,7 @@ def serve(
 
     from echo.config import WeightsConfig
     from echo.metrics import WeightsMetrics
-    from echo.weights.server import WeightServer, create_app
+    from echo.weights.server import Tls, WeightServer, create_app
     from echo.weights.urls import TOKEN_VARIABLE
 
     # A server may be there before the first version.
@@ -67,8 +75,19 @@ def serve(
     token = _token(run)
     if token is None and host not in _LOOPBACK:
         raise ConfigError(f"serving on {host!r} without a token: set weights.token or {TOKEN_VARIABLE}, or use 127.0.0.1")
+    tls_cert, tls_key = tls_cert or config.tls_cert, tls_key or config.tls_key
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("weights.tls_cert and weights.tls_key go together")
+    app = create_app(
+        opened,
+        token=token,
+        metrics=WeightsMetrics(CollectorRegistry()),
+        max_egress_bytes_per_s=max_egress or config.max_egress_bytes_per_s,
+        accel_redirect=accel_redirect or config.accel_redirect,
+    )
     stop = StopSignal().install()
-    server = WeightServer(create_app(opened, token=token, metrics=WeightsMetrics(CollectorRegistry())), host=host, port=port)
+    tls = Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
+    server = WeightServer(app, host=host, port=port, tls=tls)
     stop.on_stop(server.request_stop)
     log = structlog.get_logger("weights.server")
     log.info("serving weights", url=server.url, store=str(opened.root), token="required" if token is not None else "none")

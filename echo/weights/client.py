@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from pydantic import SecretStr
 from echo.errors import ChunkError, ManifestError, PullCancelled, WeightsError
 from echo.weights import manifest as manifests
 from echo.weights.manifest import Chunk, HostTensor, Manifest, TensorEntry
-from echo.weights.transport import Abort, Retries, Session
+from echo.weights.transport import Abort, Access, Retries, Session, trusting
 from echo.weights.urls import READING_HEADER, base_of, check_token, check_url, chunk_url, latest_url, manifest_url
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class WeightClient:
         self,
         *,
         token: SecretStr | None = None,
+        tls_ca: Path | None = None,
         connect_timeout_s: float = 5.0,
         read_timeout_s: float = 60.0,
         connections: int = 4,
@@ -68,9 +70,8 @@ class WeightClient:
         first_wait_s: float = 0.1,
         longest_wait_s: float = 5.0,
     ) -> None:
-        self._token = check_token(token)
-        self._connect_timeout_s = connect_timeout_s
-        self._read_timeout_s = read_timeout_s
+        tls = trusting(tls_ca) if tls_ca is not None else None
+        self._access = Access(check_token(token), connect_timeout_s, read_timeout_s, tls)
         self._connections = connections
         self._attempts = attempts
         self._first_wait_s = first_wait_s
@@ -120,7 +121,7 @@ class WeightClient:
         session = self._session(abort)
 
         def fetch(url: str) -> bytes:
-            with session.get(url, ManifestError) as response:
+            with session.ask(url, ManifestError) as response:
                 return response.read(2**16)
 
         try:
@@ -134,12 +135,7 @@ class WeightClient:
         return Latest(version, digest, manifest_url(base_url, run_id, version))
 
     def _session(self, abort: Abort) -> Session:
-        return Session(
-            token=self._token,
-            connect_timeout_s=self._connect_timeout_s,
-            read_timeout_s=self._read_timeout_s,
-            abort=abort,
-        )
+        return Session(self._access, abort)
 
     def _retries(self, abort: Abort) -> Retries:
         return Retries(attempts=self._attempts, first_s=self._first_wait_s, longest_s=self._longest_wait_s, abort=abort)
@@ -260,7 +256,7 @@ class _Pull:
         session = self._open_session()
 
         def fetch(url: str) -> Manifest:
-            with session.get(url, ManifestError) as response:
+            with session.ask(url, ManifestError) as response:
                 raw = response.read(_MANIFEST_BYTES_MAX + 1)
                 if len(raw) > _MANIFEST_BYTES_MAX:
                     raise ManifestError(f"{url}: larger than {_MANIFEST_BYTES_MAX:,} bytes, so not a manifest")
@@ -343,7 +339,7 @@ class _Pull:
         headers = {READING_HEADER: f"{self._run_id}/{self._version}"}
         if part.got:
             headers |= {"Range": f"bytes={part.got}-", "If-Range": f'"{chunk.digest}"'}
-        with session.get(url, ChunkError, headers=headers, allowed=(200, 206, 416)) as response:
+        with session.ask(url, ChunkError, headers=headers, allowed=(200, 206, 416)) as response:
             resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {part.got}-")
             if not resumed:
                 self._give_back(part)

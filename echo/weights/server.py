@@ -6,42 +6,33 @@ tagged with their digest. Everything but /health asks for the bearer token, wher
 Run it as `echo-weights serve run.yaml`; in a process that does more, `WeightServer` runs it in a thread.
 """
 
-import hmac
 import os
 import socket
+import ssl
 import threading
-import time
-from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path as FilePath
+from typing import Annotated, NamedTuple
 
+import structlog
 import uvicorn
-from fastapi import Depends, FastAPI, Header, HTTPException, Path, Request, Response
-from fastapi.responses import FileResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import FastAPI, HTTPException, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, SecretStr
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from echo.errors import ManifestError, WeightsError
+from echo.errors import ConfigError, ManifestError, WeightsError
 from echo.metrics import WeightsMetrics
+from echo.weights.serving import Measured, Pace, Paced, Routes, StoredChunk, is_known
 from echo.weights.store import WeightStore
-from echo.weights.urls import (
-    DIGEST_PATTERN,
-    READING_HEADER,
-    READING_PATTERN,
-    RUN_ID_PATTERN,
-    VERSION_MAX,
-    check_token,
-    manifest_url,
-)
+from echo.weights.tracker import Peer, Peers, Tracker
+from echo.weights.urls import RUN_ID_PATTERN, VERSION_MAX, manifest_url
+
+log = structlog.get_logger("weights.server")
 
 # How long a stopping server lets running responses finish.
 _DRAIN_S = 5
-_YEAR_S = 365 * 86400
 
 RunId = Annotated[str, Path(pattern=RUN_ID_PATTERN, description="The run", examples=["gsm8k-7b"])]
 Version = Annotated[int, Path(ge=0, le=VERSION_MAX, description="Policy version")]
-Digest = Annotated[str, Path(pattern=DIGEST_PATTERN, description="blake3 of the chunk, 64 lower-case hex digits")]
 
 
 class Latest(BaseModel):
@@ -53,53 +44,26 @@ class Latest(BaseModel):
     url: str
 
 
-class Health(BaseModel):
-    """The server answers."""
+class Tls(NamedTuple):
+    """PEM files: the certificate (with its chain) and its private key."""
 
-    status: str = "ok"
-
-
-class ChunkResponse(FileResponse):
-    """A chunk's file. Large reads and one range at most: several are answered with the whole chunk, as HTTP allows."""
-
-    chunk_size = 2**20
-    max_ranges = 1
+    certificate: FilePath
+    key: FilePath
 
 
-class _Measure:
-    """Counts requests, seconds and bytes by route template. Pure ASGI, so that bodies pass by untouched."""
+def create_app(
+    store: WeightStore,
+    *,
+    token: SecretStr | None,
+    metrics: WeightsMetrics,
+    tracker: Tracker | None = None,
+    max_egress_bytes_per_s: float | None = None,
+    accel_redirect: str | None = None,
+) -> FastAPI:
+    """The origin's application. token: asked as `Authorization: Bearer`; None asks for nothing.
 
-    def __init__(self, app: ASGIApp, metrics: WeightsMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begun = time.monotonic()
-        status = 500
-
-        async def observed(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-            if message["type"] == "http.response.body" and scope["path"].startswith("/v1/chunks/") and status in (200, 206):
-                self._metrics.sent_bytes.inc(len(message.get("body", b"")))
-
-        try:
-            await self._app(scope, receive, observed)
-        finally:
-            # Unknown paths share one label: a scanner must not make a series per guess.
-            route = getattr(scope.get("route"), "path", "unknown")
-            self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.request_seconds.labels(route).observe(time.monotonic() - begun)
-
-
-def create_app(store: WeightStore, *, token: SecretStr | None, metrics: WeightsMetrics) -> FastAPI:
-    """The server's application. token: asked as `Authorization: Bearer`; None asks for nothing.
-
+    max_egress_bytes_per_s: bound of all chunk bodies together. accel_redirect: prefix of an internal location of nginx over
+    the store's `chunks` folder; chunks are then answered with X-Accel-Redirect, and nginx sends them.
     Raises ConfigError for a token that can't travel in a header.
     """
     app = FastAPI(
@@ -111,27 +75,18 @@ def create_app(store: WeightStore, *, token: SecretStr | None, metrics: WeightsM
         docs_url=None,
         redoc_url=None,
     )
-    app.add_middleware(_Measure, metrics=metrics)
-    guarded: dict[str, Any] = {}
-    if token is not None:
-        guarded = {"dependencies": [Depends(_bearer(token))], "responses": {401: {"description": "No or a wrong token"}}}
-    caching = f"{'public' if token is None else 'private'}, max-age={_YEAR_S}, immutable"
 
-    def both(path: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        options["responses"] = {**guarded.get("responses", {}), **options.get("responses", {})}
-        options["dependencies"] = guarded.get("dependencies")
+    def answered(route: str, status: int, seconds: float) -> None:
+        metrics.requests.labels(route, str(status)).inc()
+        metrics.request_seconds.labels(route).observe(seconds)
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            app.head(path, include_in_schema=False, **options)(function)
-            return app.get(path, **options)(function)
+    app.add_middleware(Measured, sent=metrics.sent_bytes.inc, answered=answered)
+    if max_egress_bytes_per_s is not None:
+        # Outside of the other: bytes are counted once they have been let out.
+        app.add_middleware(Paced, pace=Pace(max_egress_bytes_per_s))
+    routes = Routes(app, token)
 
-        return register
-
-    @app.get("/health", summary="Whether the server answers; open to everybody")
-    async def health() -> Health:
-        return Health()
-
-    @both("/metrics", summary="Prometheus metrics", response_class=Response)
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=Response)
     def metrics_page() -> Response:
         metrics.newest_version.clear()
         for run in store.runs():
@@ -141,7 +96,7 @@ def create_app(store: WeightStore, *, token: SecretStr | None, metrics: WeightsM
         metrics.stored_bytes.set(store.stored_bytes())
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @both("/v1/runs/{run}/latest", summary="The newest version", responses={404: {"description": "Nothing published"}})
+    @routes.get("/v1/runs/{run}/latest", summary="The newest version", responses={404: {"description": "Nothing published"}})
     def latest(run: RunId, response: Response) -> Latest:
         newest = store.newest(run)
         if newest is None:
@@ -150,7 +105,7 @@ def create_app(store: WeightStore, *, token: SecretStr | None, metrics: WeightsM
         response.headers["Cache-Control"] = "no-store"
         return Latest(run_id=run, version=newest, digest=digest, url=manifest_url("", run, newest))
 
-    @both(
+    @routes.get(
         "/v1/runs/{run}/manifests/{version}",
         summary="A version's manifest",
         response_class=Response,
@@ -166,61 +121,43 @@ def create_app(store: WeightStore, *, token: SecretStr | None, metrics: WeightsM
         raw, digest = _read_manifest(store, run, version)
         # A run that starts anew in an emptied store reuses the URL: ask again, the tag answers.
         headers = {"ETag": f'"{digest}"', "Cache-Control": "no-cache"}
-        if _is_known(request, digest):
+        if is_known(request, digest):
             return Response(status_code=304, headers=headers)
         return Response(raw, media_type="application/json", headers=headers)
 
-    @both(
-        "/v1/chunks/{digest}",
-        summary="A chunk's bytes",
-        response_class=ChunkResponse,
-        responses={
-            200: {"content": {"application/octet-stream": {}}, "description": "The whole chunk"},
-            206: {"content": {"application/octet-stream": {}}, "description": "The range that was asked for"},
-            304: {"description": "As If-None-Match knows it"},
-            400: {"description": "Malformed Range"},
-            404: {"description": "No such chunk"},
-            416: {"description": "The range begins behind the chunk's end"},
-        },
-    )
-    def chunk(
-        digest: Digest,
-        request: Request,
-        reading: Annotated[
-            str | None,
-            Header(alias=READING_HEADER, pattern=READING_PATTERN, description="run/version that is being pulled: keeps it"),
-        ] = None,
-    ) -> Response:
+    def find(digest: str, reading: str) -> StoredChunk | None:
         path = store.chunk_path(digest)
         try:
-            stat = os.stat(path)
+            found = StoredChunk(path, os.stat(path))
         except FileNotFoundError:
-            raise HTTPException(404, f"no chunk {digest} here") from None
-        if reading is not None:
+            return None
+        if reading:
             run, _, version = reading.partition("/")
             if int(version) <= VERSION_MAX:
                 store.hold(run, int(version))
-        headers = {"ETag": f'"{digest}"', "Cache-Control": caching}
-        if _is_known(request, digest):
-            return Response(status_code=304, headers=headers)
-        return ChunkResponse(path, stat_result=stat, media_type="application/octet-stream", headers=headers)
+        return found
 
+    routes.chunks(find, accel_redirect=accel_redirect)
+    _add_tracker(routes, tracker or Tracker())
     return app
 
 
-def _bearer(token: SecretStr) -> Callable[..., None]:
-    check_token(token)
-    expected = token.get_secret_value().encode()
-    scheme = HTTPBearer(auto_error=False, description="weights.token of the run file")
+def _add_tracker(routes: Routes, tracker: Tracker) -> None:
+    """Routes over which peers find each other. Not in threads: the tracker is used from the event loop alone."""
+    path = "/v1/runs/{run}/peers/{version}"
 
-    def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
-        given = credentials.credentials.encode() if credentials is not None else b""
-        if not hmac.compare_digest(given, expected):
-            raise HTTPException(
-                401, "the bearer token is missing or wrong", {"WWW-Authenticate": 'Bearer realm="echo-weights"'}
-            )
+    @routes.get(path, summary="Who holds which chunks of a version")
+    async def peers(run: RunId, version: Version, response: Response) -> Peers:
+        response.headers["Cache-Control"] = "no-store"
+        return Peers(peers=tracker.peers(run, version))
 
-    return check
+    @routes.post(path, summary="Tell what a peer holds, and hear of the others; forgotten soon unless told again")
+    async def announce(run: RunId, version: Version, peer: Peer, response: Response) -> Peers:
+        response.headers["Cache-Control"] = "no-store"
+        if not tracker.announce(run, version, peer):
+            # Not an error of the peer's: it hears of the others all the same.
+            log.warning("too many peers, one is not remembered", run=run, version=version, peer=peer.url)
+        return Peers(peers=[other for other in tracker.peers(run, version) if other.url != peer.url])
 
 
 def _read_manifest(store: WeightStore, run: str, version: int) -> tuple[bytes, str]:
@@ -232,14 +169,22 @@ def _read_manifest(store: WeightStore, run: str, version: int) -> tuple[bytes, s
         raise HTTPException(404, f"run {run!r} has no version {version} here") from None
 
 
-def _is_known(request: Request, digest: str) -> bool:
-    tags = (tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(","))
-    return any(tag in (f'"{digest}"', "*") for tag in tags)
-
-
 def _reason(error: OSError) -> str:
     # Without what the socket module adds to it; a name that can't be resolved has no errno of the system.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+
+
+def check_tls(tls: Tls) -> None:
+    """Raises ConfigError, naming the settings, where the files can't be used."""
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key)
+    except ssl.SSLError:
+        reason = "not a PEM certificate and its key"
+    except OSError as error:
+        reason = _reason(error)
+    else:
+        return
+    raise ConfigError(f"weights.tls_cert {tls.certificate}, weights.tls_key {tls.key}: {reason}")
 
 
 class WeightServer:
@@ -248,16 +193,23 @@ class WeightServer:
     Raises WeightsError where the address can't be had.
     """
 
-    def __init__(self, app: FastAPI, *, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, *, host: str, port: int, tls: Tls | None = None, key: str = "weights.") -> None:
+        """key: what the settings of host and port are called in the run file, up to these words.
+
+        Raises ConfigError for `tls`.
+        """
         ipv6 = ":" in host
+        if tls is not None:
+            check_tls(tls)
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ipv6 else socket.AF_INET, backlog=1024)
         except OSError as error:
             raise WeightsError(
-                f"{host}:{port}: {_reason(error)}: choose another weights.host or weights.port (0 takes a free port)"
+                f"{host}:{port}: {_reason(error)}: choose another {key}host or {key}port (0 takes a free port)"
             ) from None
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://[{host}]:{self.port}" if ipv6 else f"http://{host}:{self.port}"
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://[{host}]:{self.port}" if ipv6 else f"{scheme}://{host}:{self.port}"
         config = uvicorn.Config(
             app,
             # Whatever else the process logs is its own business; errors still reach standard error.
@@ -268,6 +220,8 @@ class WeightServer:
             lifespan="off",
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_DRAIN_S,
+            ssl_certfile=tls.certificate if tls is not None else None,
+            ssl_keyfile=tls.key if tls is not None else None,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)

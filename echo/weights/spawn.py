@@ -7,6 +7,7 @@ back through a pipe. Refuses to return before the server answers.
 import http.client
 import os
 import select
+import ssl
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,8 @@ class WeightServerProcess:
             port = _read_port(receiving, deadline)
         finally:
             os.close(receiving)
-        if port is None or not _is_healthy(weights.host, port, deadline):
+        is_tls = weights.tls_cert is not None
+        if port is None or not _is_healthy(weights.host, port, deadline, is_tls=is_tls):
             # Its end of the pipe closes a moment before it is gone.
             status = child.wait(1.0)
             child.kill()
@@ -63,7 +65,7 @@ class WeightServerProcess:
                 + f". Its log {log_path} ends with:\n{child.log_tail()}"
             )
         host = f"[{weights.host}]" if ":" in weights.host else weights.host
-        server = cls(child, weights.url or f"http://{host}:{port}", port)
+        server = cls(child, weights.url or f"{'https' if is_tls else 'http'}://{host}:{port}", port)
         log.info("weight server started", url=server.url, port=port, store=str(weights.dir), pid=child.pid)
         return server
 
@@ -96,6 +98,12 @@ def _start(run: RunConfig, log_path: Path, ready: int) -> Child:
     weights = run.weights
     command = [sys.executable, "-m", "echo.cli.weights", "serve", str(weights.dir)]
     command += ["--host", weights.host, "--port", str(weights.port), "--ready-fd", str(ready)]
+    if weights.tls_cert is not None:
+        command += ["--tls-cert", str(weights.tls_cert), "--tls-key", str(weights.tls_key)]
+    if weights.max_egress_bytes_per_s is not None:
+        command += ["--max-egress", str(weights.max_egress_bytes_per_s)]
+    if weights.accel_redirect is not None:
+        command += ["--accel-redirect", weights.accel_redirect]
     environment = dict(os.environ)
     environment.pop(TOKEN_VARIABLE, None)
     if weights.token is not None:
@@ -115,10 +123,16 @@ def _read_port(receiving: int, deadline: float) -> int | None:
     return int(line)
 
 
-def _is_healthy(host: str, port: int, deadline: float) -> bool:
+def _is_healthy(host: str, port: int, deadline: float, *, is_tls: bool) -> bool:
     # The socket listens: a server that comes up answers the first request, only later.
     local = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    connection = http.client.HTTPConnection(local, port, timeout=max(deadline - time.monotonic(), 0.1))
+    timeout_s = max(deadline - time.monotonic(), 0.1)
+    connection = http.client.HTTPConnection(local, port, timeout=timeout_s)
+    if is_tls:
+        # Our own child, which is sent nothing secret: its certificate may well name another host than loopback.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(local, port, timeout=timeout_s, context=context)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

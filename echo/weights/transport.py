@@ -10,14 +10,15 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import structlog
 import tenacity
 from pydantic import SecretStr
 
-from echo.errors import WeightsError
+from echo.errors import ConfigError, WeightsError
 
 log = structlog.get_logger("weights.client")
 
@@ -66,36 +67,64 @@ def _shut_down(one: socket.socket) -> None:
         return
 
 
+class Access(NamedTuple):
+    """How servers are talked to: the token, deadlines in seconds, and whom to trust over https."""
+
+    token: SecretStr | None
+    connect_timeout_s: float
+    read_timeout_s: float
+    tls: ssl.SSLContext | None = None
+
+
+def trusting(ca: Path | None) -> ssl.SSLContext:
+    """A context that trusts the PEM certificates of `ca`, or the system's. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except ssl.SSLError:
+        raise ConfigError(f"weights.tls_ca {ca}: holds no PEM certificate") from None
+    except OSError as error:
+        raise ConfigError(f"weights.tls_ca {ca}: {error.strerror}") from None
+
+
 class Session:
     """The connections of one worker, one for each server. Not to be shared between threads."""
 
-    def __init__(self, *, token: SecretStr | None, connect_timeout_s: float, read_timeout_s: float, abort: Abort) -> None:
-        self._token = token
-        self._connect_timeout_s = connect_timeout_s
-        self._read_timeout_s = read_timeout_s
+    def __init__(self, access: Access, abort: Abort) -> None:
+        self._access = access
         self._abort = abort
         self._connections: dict[str, http.client.HTTPConnection] = {}
         # Beside the connection, which forgets its socket when the server closes after the answer.
         self._sockets: dict[str, socket.socket] = {}
 
     @contextmanager
-    def get(
-        self, url: str, error: type[WeightsError], *, headers: Mapping[str, str] | None = None, allowed: Sequence[int] = (200,)
+    def ask(
+        self,
+        url: str,
+        error: type[WeightsError],
+        *,
+        headers: Mapping[str, str] | None = None,
+        allowed: Sequence[int] = (200,),
+        body: bytes | None = None,
+        timeout_s: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Ask for `url`; the body is read within the context. The connection is kept where the whole body was read.
+        """GET `url`, or POST a JSON `body` to it; the answer is read within the context. Read whole, the connection is kept.
+
+        timeout_s: for connecting and for each read, where the usual ones are too long; the first of a connection holds.
 
         Raises `error`, naming the URL, for another status than `allowed`, and for what goes wrong within the context.
         """
         parts = urlsplit(url)
         server = f"{parts.scheme}://{parts.netloc}"
         sent = {"Accept-Encoding": "identity", "User-Agent": "echo-weights", **(headers or {})}
-        if self._token is not None:
-            sent["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        if self._access.token is not None:
+            sent["Authorization"] = f"Bearer {self._access.token.get_secret_value()}"
+        if body is not None:
+            sent["Content-Type"] = "application/json"
         keep = False
         response: http.client.HTTPResponse | None = None
         try:
-            connection = self._connections.get(server) or self._connect(server, parts)
-            connection.request("GET", parts.path, headers=sent)
+            connection = self._connections.get(server) or self._connect(server, parts, timeout_s)
+            connection.request("GET" if body is None else "POST", parts.path, body, sent)
             response = connection.getresponse()
             if response.status not in allowed:
                 raise self._refusal(url, response, error)
@@ -113,18 +142,17 @@ class Session:
         for server in list(self._connections):
             self._drop(server)
 
-    def _connect(self, server: str, parts: SplitResult) -> http.client.HTTPConnection:
-        host = parts.hostname or ""
+    def _connect(self, server: str, parts: SplitResult, timeout_s: float | None) -> http.client.HTTPConnection:
+        host, connect_s = parts.hostname or "", timeout_s or self._access.connect_timeout_s
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(
-                host, parts.port, timeout=self._connect_timeout_s, context=ssl.create_default_context()
-            )
+            context = self._access.tls or trusting(None)
+            connection = http.client.HTTPSConnection(host, parts.port, timeout=connect_s, context=context)
         else:
-            connection = http.client.HTTPConnection(host, parts.port, timeout=self._connect_timeout_s)
+            connection = http.client.HTTPConnection(host, parts.port, timeout=connect_s)
         self._connections[server] = connection
         connection.connect()
-        connection.sock.settimeout(self._read_timeout_s)
+        connection.sock.settimeout(timeout_s or self._access.read_timeout_s)
         self._sockets[server] = connection.sock
         self._abort.watch(connection.sock)
         return connection
@@ -138,7 +166,7 @@ class Session:
     def _refusal(self, url: str, response: http.client.HTTPResponse, error: type[WeightsError]) -> WeightsError:
         status = f"{response.status} {response.reason}"
         if response.status in (401, 403):
-            what = "refuses the token" if self._token is not None else "asks for a token"
+            what = "refuses the token" if self._access.token is not None else "asks for a token"
             return error(f"{url}: {status}: the server {what}; weights.token must be the same on both sides")
         if response.status == 404:
             return error(f"{url}: {status}: the server does not have it (any more)")

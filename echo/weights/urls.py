@@ -15,7 +15,7 @@ DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 VERSION_MAX = 2**63 - 1
 # Sent with every chunk request: the version that is being pulled, so that the store keeps it until the pull is over.
 READING_HEADER = "Echo-Reading"
-READING_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[0-9]{1,19}$"
+READING_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63}/[0-9]{1,19})?$"
 # The environment variable that hands the token to a process; never an argument, which `ps` would show.
 TOKEN_VARIABLE = "ECHO_WEIGHTS_TOKEN"
 
@@ -32,6 +32,11 @@ def manifest_url(base: str, run_id: str, version: int) -> str:
 
 def latest_url(base: str, run_id: str) -> str:
     return f"{base.rstrip('/')}/v1/runs/{run_id}/latest"
+
+
+def peers_url(base: str, run_id: str, version: int) -> str:
+    """Where the origin tells who holds what, and is told."""
+    return f"{base.rstrip('/')}/v1/runs/{run_id}/peers/{version}"
 
 
 def chunk_url(base: str, digest: str) -> str:

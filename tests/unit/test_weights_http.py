@@ -260,6 +260,7 @@ def test_openapi_describes_the_server(store: WeightStore) -> None:
         "/metrics",
         "/v1/runs/{run}/latest",
         "/v1/runs/{run}/manifests/{version}",
+        "/v1/runs/{run}/peers/{version}",
         "/v1/chunks/{digest}",
     }
     chunk = schema["paths"]["/v1/chunks/{digest}"]["get"]
