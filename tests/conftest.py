@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import structlog
 from confluent_kafka.admin import AdminClient, NewTopic
+from hypothesis import settings
 
 from echo.broker import BrokerPlan, RunningBroker, plan_broker, start_broker
 from echo.errors import BrokerError
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples every time, so that a change fails for what it changed. `--hypothesis-profile=default` looks for new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.load_profile("fixed")
 
 CreateTopic = Callable[..., str]
 
