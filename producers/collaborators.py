@@ -36,9 +36,13 @@ class Stop(Protocol):
 
 
 class Collaborators(NamedTuple):
-    """Everything outside the loop. It closes none of them, except the reader that `open_reader` makes."""
+    """Everything outside the loop. It closes none of them, except the readers that `open_reader` makes.
+
+    request_partitions: of the requests topic.
+    """
 
     topics: TopicNames
+    request_partitions: int
     producer: LogProducer
     open_reader: Callable[[], LogReader]
     weights: PullClient

@@ -7,7 +7,6 @@ birth. Refuses to know brokers, HTTP, engines or tasks by name: it is handed its
 ones). It ends in order: the running batch is finished and published, acknowledged, and the leaving heartbeat sent.
 """
 
-import hashlib
 import itertools
 import secrets
 import threading
@@ -15,22 +14,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import structlog
 
 from echo import trajectory
 from echo.config import RunConfig
-from echo.control import Heartbeat
+from echo.control import Heartbeat, Request
 from echo.errors import BrokerError, EchoError, EngineError, TaskError
 from echo.metrics import ProducerMetrics
-from echo.trajectory import Sampling, Trajectory
+from echo.sequential import mix_seed
 from echo.waiting import Watch
+from producers import rollout
 from producers.collaborators import Collaborators, Stop
 from producers.engines.base import Completion, Policy
 from producers.heartbeat import HeartbeatSender
 from producers.policy import ControlState, PolicyListener, PolicyPuller
 from producers.publisher import Publisher
+from producers.requests import Refresher, RequestListener
+from producers.rollout import Stamp, Timed, Work
 from producers.tasks.base import Prompt, Score
 from producers.window import Window
 
@@ -40,16 +42,12 @@ log = structlog.get_logger("produce")
 _SLICE_S = 0.2
 _LEAVE_S = 5.0
 
+T = TypeVar("T")
+
 
 def new_incarnation(producer_id: str) -> str:
     """One life of a producer: its id with a random suffix, so that ids never repeat across restarts."""
     return f"{producer_id}-{secrets.token_hex(4)}"
-
-
-def mix_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts, the same on every host."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class ProduceLoop:
@@ -102,9 +100,21 @@ class ProduceLoop:
             self._listener,
             collaborators.weights,
             metrics=metrics,
-            max_staleness=run.max_staleness,
+            max_staleness=run.staleness_bound,
             deadline_s=run.weights.pull_deadline_s,
+            on_request=run.mode == "sequential",
         )
+        self._refresher = Refresher(self._puller, self._engine, self._swap, always=run.refresh == "always")
+        self._requests = None
+        if run.mode == "sequential":
+            self._requests = RequestListener(
+                collaborators.open_reader,
+                collaborators.topics.requests,
+                collaborators.request_partitions,
+                run_id=run.run_id,
+                incarnation=self.incarnation,
+                changed=changed,
+            )
         self._publisher = Publisher(
             collaborators.producer,
             collaborators.topics.trajectories,
@@ -127,6 +137,8 @@ class ProduceLoop:
         self._began = self._clock()
         self._listener.start()
         self._puller.start()
+        if self._requests is not None:
+            self._requests.start()
         self._heartbeat.start()
         log.info("producer started", run=self._run.run_id, incarnation=self.incarnation, engine=self._engine.identity)
         try:
@@ -148,13 +160,26 @@ class ProduceLoop:
         return reason
 
     def _sample_until_told(self) -> str:
-        while True:
-            groups = self._wait_for_room()
-            reason = self._told_to_end(self._listener.state)
-            if reason is not None:
-                return reason
-            self._say("sampling")
-            self._batch(min(groups, self._run.producer.groups_per_call))
+        requests = self._requests
+        while (reason := self._told_to_end(self._listener.state)) is None:
+            if requests is not None:
+                self._answer_one(requests)
+            elif groups := self._wait_for("room to sample", self._look_for_room, self._explain_room):
+                self._say("sampling")
+                self._sample(self._own_work(min(groups, self._run.producer.groups_per_call)))
+        return reason
+
+    def _answer_one(self, requests: RequestListener) -> None:
+        """Wait for a request and answer it; or do nothing when told to end."""
+        request = self._wait_for("a request", lambda: self._look_for_request(requests), self._explain_request)
+        if request is None:
+            return
+        self._say("sampling")
+        # Nothing is taken in mid-generation: what was asked for is of one version.
+        if self._sample(rollout.requested(request, self._run, self._with.task), in_flight=False):
+            requests.answered(request)
+        else:
+            requests.give_up(request)
 
     def _told_to_end(self, state: ControlState) -> str | None:
         if self._stop.is_set():
@@ -163,26 +188,56 @@ class ProduceLoop:
             return f"the run ended: {state.end.reason}"
         return None
 
-    def _wait_for_room(self) -> int:
-        """Groups that may begin now, at least 1; or 0 when told to end."""
-        watch = Watch("room to sample", self._explain, limit_s=self._run.limits.waiting_s)
+    def _wait_for(self, what: str, look: Callable[[], T | None], explain: Callable[[], str]) -> T | None:
+        """What `look` gives as soon as that is something; None when told to end."""
+        watch = Watch(what, explain, limit_s=self._run.limits.waiting_s)
         with self._phase("wait"):
             while True:
                 self._listener.check()
                 self._puller.check()
                 self._publisher.check()
-                self._swap()
-                state = self._listener.state
-                if self._told_to_end(state) is not None:
-                    return 0
-                room = self._room(state)
-                if room > 0:
-                    return room
-                self._say("waiting for a policy" if self._serving < 0 else "waiting for the window or a newer policy")
+                if self._requests is not None:
+                    self._requests.check()
+                before = self._heard()
+                if self._told_to_end(before[0]) is not None:
+                    return None
+                found = look()
+                if found is not None:
+                    return found
                 with self._listener.changed:
-                    if self._listener.state is state and not self._puller.has_policy:
+                    if self._heard() == before and not self._puller.has_policy:
                         self._listener.changed.wait(_SLICE_S)
                 watch.check()
+
+    def _heard(self) -> tuple[ControlState, tuple[Request, ...]]:
+        return self._listener.state, self._requests.held if self._requests is not None else ()
+
+    def _look_for_room(self) -> int | None:
+        """Groups that may begin now, at least 1."""
+        self._swap(self._puller.take_policy())
+        room = self._room(self._listener.state)
+        if room > 0:
+            return room
+        self._say("waiting for a policy" if self._serving < 0 else "waiting for the window or a newer policy")
+        return None
+
+    def _look_for_request(self, requests: RequestListener) -> Request | None:
+        """The oldest request that may be sampled now, under exactly the version that it names."""
+        announced = self._listener.state.announcement
+        if announced is not None:
+            self._metrics.announced_version.set(announced.version)
+            # Their step is over, or their trainer: a newer one does not want them.
+            requests.give_up_before(announced.version)
+        held = requests.held
+        groups = sum(len(one.group_ids) for one in held)
+        self._metrics.window.set(groups)
+        self._metrics.outstanding.set(groups)
+        request = held[0] if held else None
+        known = request is not None and announced is not None and request.version == announced.version
+        if request is not None and known and self._refresher.is_fresh(request):
+            return request
+        self._say("waiting for a request" if request is None else "waiting for a policy")
+        return None
 
     def _room(self, state: ControlState) -> int:
         self._window.granted(state.grant, state.sequence)
@@ -193,19 +248,33 @@ class ProduceLoop:
         self._metrics.announced_version.set(state.announcement.version)
         return self._window.room(state.announcement.version, self._engine.policy_version)
 
-    def _explain(self) -> str:
+    def _explain_room(self) -> str:
         state = self._listener.state
         if state.announcement is None:
-            return f"no policy of run {self._run.run_id} is announced on {self._with.topics.control}: is its trainer running?"
+            return self._explain_silence()
         text = (
             f"newest announced {state.announcement.version}, serving {self._serving}, S = {self._run.max_staleness}; "
             f"window {self._window.grant.window}, {self._window.started} groups begun, {self._window.grant.resolved} resolved"
         )
         return f"{text}; {self._puller.last_error}" if self._puller.last_error else text
 
-    def _swap(self) -> None:
-        """Between batches: load the policy that waits, if one does."""
-        policy = self._puller.take_policy()
+    def _explain_request(self) -> str:
+        announced, held = self._listener.state.announcement, self._requests.held if self._requests is not None else ()
+        if announced is None:
+            return self._explain_silence()
+        text = f"newest announced {announced.version}, serving {self._serving}"
+        if held:
+            groups = f"{len(held[0].group_ids)} groups of step {held[0].step}"
+            text = f"{groups} are asked for of version {held[0].version}, {len(held)} requests in hand; {text}"
+        else:
+            text = f"{self.incarnation} is asked for nothing on {self._with.topics.requests}; {text}"
+        return f"{text}; {self._puller.last_error}" if self._puller.last_error else text
+
+    def _explain_silence(self) -> str:
+        return f"no policy of run {self._run.run_id} is announced on {self._with.topics.control}: is its trainer running?"
+
+    def _swap(self, policy: Policy | None) -> None:
+        """Between batches: load a policy, if there is one."""
         if policy is None:
             return
         started = time.perf_counter()
@@ -245,22 +314,34 @@ class ProduceLoop:
                 self._metrics.announce_to_serving_seconds.observe(max(0.0, self._clock() - announced.created))
         self._heartbeat.changed(now=True)
 
-    def _batch(self, groups: int) -> None:
-        """Sample, score and publish this many groups."""
+    def _own_work(self, groups: int) -> Work:
+        """The next groups of this incarnation's own stream of prompts."""
         prompts = list(itertools.islice(self._prompts, groups))
         if len(prompts) < groups:
             raise TaskError(f"task {self._with.task.name}: its prompts ended, a task's stream has no end")
-        size = self._run.sampling.group_size
-        token_ids = [self._tokenise(prompt) for prompt in prompts]
-        sampling = self._sampling()
+        ids = [trajectory.group_id(self._run.run_id, self.incarnation, self._groups + index) for index in range(groups)]
+        self._groups += groups
+        seed = self._run.producer.seed
+        self._calls += 1
+        drawn = secrets.randbits(63) if seed is None else mix_seed(seed, self._producer_id, self._calls)
+        return Work(prompts, ids, rollout.sampling_of(self._run.sampling, drawn))
+
+    def _sample(self, work: Work, *, in_flight: bool = True) -> bool:
+        """Sample, score and publish a work's groups; whether all of them went out.
+
+        in_flight: the engine may take a newer policy between two tokens.
+        """
+        groups = len(work.prompts)
+        token_ids = rollout.tokenise(self._with.task, self._with.tokenizer, work.prompts)
         self._window.begin(groups)
         self._metrics.groups.inc(groups)
         started_at = self._clock()
         self._taken = None
         try:
             with self._phase("sample"):
-                repeated = [ids for ids in token_ids for _ in range(size)]
-                completions = self._engine.generate(repeated, sampling, take_policy=self._take_policy)
+                repeated = rollout.repeated(token_ids, self._run.sampling.group_size)
+                take_policy = self._take_policy if in_flight else None
+                completions = self._engine.generate(repeated, work.sampling, take_policy=take_policy)
         except EngineError as error:
             self._note_serving()
             if self._taken is None or self._engine.policy_version == self._taken.version:
@@ -268,43 +349,35 @@ class ProduceLoop:
             # It could not load what it took; the groups begin anew under the policy that serves.
             self._window.give_up(groups)
             self._refuse(self._taken, error)
-            return
+            return False
         self._note_serving()
-        finished_at = self._clock()
+        sampled = Timed(completions, started_at, self._clock())
         with self._phase("score"):
-            scores = self._score(prompts, completions)
+            scores = self._score(work.prompts, completions)
         with self._phase("publish"):
-            for index, prompt in enumerate(prompts):
-                members = slice(index * size, (index + 1) * size)
-                group = self._group(
-                    prompt, token_ids[index], completions[members], scores[members], sampling, started_at, finished_at
-                )
-                if self._publisher.publish(group):
-                    self._sequence += size
-                else:
-                    self._window.give_up(1)
+            sent = [self._publish(index, work, token_ids[index], sampled, scores) for index in range(groups)]
+        return all(sent)
 
-    def _tokenise(self, prompt: Prompt) -> list[int]:
-        token_ids = self._with.tokenizer.encode(prompt.text)
-        if not token_ids:
-            raise TaskError(f"task {self._with.task.name}: prompt {prompt.prompt_id} has no tokens")
-        return token_ids
-
-    def _sampling(self) -> Sampling:
-        config, seed = self._run.sampling, self._run.producer.seed
-        self._calls += 1
-        return Sampling(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_tokens=config.max_tokens,
-            seed=secrets.randbits(63) if seed is None else mix_seed(seed, self._producer_id, self._calls),
+    def _publish(self, index: int, work: Work, prompt_ids: Sequence[int], sampled: Timed, scores: Sequence[Score]) -> bool:
+        stamp = Stamp(
+            run_id=self._run.run_id,
+            producer_id=self._producer_id,
+            incarnation=self.incarnation,
+            task=self._with.task.name,
+            engine=self._engine.identity,
+            model=self._model,
+            logprob_dtype=self._run.producer.logprob_dtype,
         )
+        group = rollout.group(index, work, prompt_ids, sampled, scores, stamp, self._sequence)
+        if not self._publisher.publish(group):
+            self._window.give_up(1)
+            return False
+        # Counted on only when the group is published: a gap in the sequence means a lost record.
+        self._sequence += len(group)
+        return True
 
     def _score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        size = self._run.sampling.group_size
-        texts = [self._with.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
-        scores = self._with.scorer.score([(text, prompts[number // size].reference) for number, text in enumerate(texts)])
+        scores = self._with.scorer.score(rollout.to_score(self._with.tokenizer, prompts, completions))
         for score in scores:
             self._metrics.scorings.labels(self._metrics.run_id, self._metrics.producer_id, score.outcome).inc()
         self._metrics.reward_mean.set(sum(score.reward for score in scores) / len(scores))
@@ -315,52 +388,6 @@ class ProduceLoop:
         self._metrics.tokens.inc(tokens)
         self._tokens += tokens
         return scores
-
-    def _group(
-        self,
-        prompt: Prompt,
-        prompt_ids: Sequence[int],
-        completions: Sequence[Completion],
-        scores: Sequence[Score],
-        sampling: Sampling,
-        started_at: float,
-        finished_at: float,
-    ) -> list[Trajectory]:
-        run_id = self._run.run_id
-        group_id = trajectory.group_id(run_id, self.incarnation, self._groups)
-        self._groups += 1
-        ids = np.asarray(prompt_ids, dtype=np.int32)
-        members = []
-        for index, (completion, score) in enumerate(zip(completions, scores, strict=True)):
-            # Counted on only when the group is published: a gap in the sequence means a lost record.
-            number = self._sequence + index
-            members.append(
-                Trajectory(
-                    run_id=run_id,
-                    trajectory_id=trajectory.trajectory_id(run_id, self.incarnation, number),
-                    group_id=group_id,
-                    group_size=len(completions),
-                    group_index=index,
-                    task=self._with.task.name,
-                    prompt_id=prompt.prompt_id,
-                    prompt_ids=ids,
-                    completion_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                    logprobs=np.asarray(completion.logprobs, dtype=self._run.producer.logprob_dtype),
-                    loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-                    spans=completion.spans,
-                    reward=score.reward,
-                    reward_components=score.components,
-                    finish_reason=completion.finish_reason,
-                    sampling=sampling,
-                    engine=self._engine.identity,
-                    model=self._model,
-                    producer_id=self._producer_id,
-                    sequence_number=number,
-                    started_at=started_at,
-                    finished_at=finished_at,
-                )
-            )
-        return members
 
     def _status(self, sequence: int, leaving: bool) -> Heartbeat:
         announced = self._listener.state.announcement
@@ -385,6 +412,7 @@ class ProduceLoop:
             failed_pulls=self._puller.failed_pulls,
             last_pull_error=self._puller.last_error,
             queued_bytes=self._publisher.queued_bytes,
+            requests_held=len(self._requests.held) if self._requests is not None else 0,
             leaving=leaving,
             metrics_url=self._metrics_url,
             created=self._clock(),
@@ -417,6 +445,8 @@ class ProduceLoop:
     def _close(self) -> None:
         self._puller.close()
         self._listener.close()
+        if self._requests is not None:
+            self._requests.close()
         self._heartbeat.close()
         left = self._with.producer.flush(_LEAVE_S)
         if left:

@@ -66,6 +66,7 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[C
         )
         yield Collaborators(
             topics=spec.names,
+            request_partitions=actual.topics[spec.names.requests].partitions,
             producer=producer,
             open_reader=partial(
                 KafkaLogReader,

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from echo import codec, control
 from echo.config import RunConfig
-from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Heartbeat, Progress
+from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Heartbeat, Progress, Request
 from echo.errors import BrokerError, EchoError, EngineError
 from echo.log import Delivery, Headers, OnDelivery
 from echo.metrics import ProducerMetrics
@@ -78,7 +78,9 @@ class MoodyProducer(FakeProducer):
 class Harness:
     """A loop in a thread, and both ends of everything around it."""
 
-    def __init__(self, *, max_staleness: int = 4, group_size: int = 2, groups_per_call: int = 4, **engine: Any) -> None:
+    def __init__(
+        self, *, max_staleness: int = 4, group_size: int = 2, groups_per_call: int = 4, run: Any = None, **engine: Any
+    ) -> None:
         self.run = RunConfig.model_validate(
             {
                 "run_id": RUN,
@@ -86,6 +88,7 @@ class Harness:
                 "model": {"path": "tiny"},
                 "sampling": {"group_size": group_size, "max_tokens": 8},
                 "producer": {"groups_per_call": groups_per_call, "heartbeat_s": 0.03, "seed": 7, "flush_timeout_s": 5},
+                **(run or {}),
             }
         )
         self.log = FakeLog(markers=True)
@@ -99,6 +102,7 @@ class Harness:
         self.producer = MoodyProducer(self.log)
         made = Collaborators(
             topics=NAMES,
+            request_partitions=1,
             producer=self.producer,
             open_reader=lambda: FakeReader(self.log),
             weights=self.weights,
@@ -133,6 +137,11 @@ class Harness:
 
     def grant(self, grant: Grant) -> None:
         self.tell(Progress(run_id=RUN, sequence=0, version=0, step=0, grants={self.me: grant}, created=time.time()))
+
+    def ask(self, *requests: Request) -> None:
+        with self.log.changed:
+            for request in requests:
+                self.log.append(NAMES.requests, control.key(request), control.encode(request), ())
 
     def trajectories(self) -> list[Trajectory]:
         return [codec.decode(record.value) for record in self.log.records(NAMES.trajectories)]

@@ -1,0 +1,173 @@
+"""Sequential mode: what this producer incarnation was asked for and has not answered, and the policy that is taken up for it.
+
+Refuses to act on requests of other runs and to other incarnations, and to hold the same groups twice: what is asked for again
+while it is in hand, or after it was answered, is left alone.
+"""
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from echo import control
+from echo.control import Request
+from echo.errors import BrokerError, ControlError
+from echo.log import BEGINNING, LogReader, LogRecord
+from producers.engines.base import Engine, Policy
+from producers.policy import PolicyPuller
+
+log = structlog.get_logger("requests")
+
+_READ_S = 0.2
+
+
+class RequestListener:
+    """Reads the requests topic from its beginning and for ever: an incarnation is asked for nothing before it lives.
+
+    `changed` is notified at every change. partitions: of the topic.
+    """
+
+    def __init__(
+        self,
+        open_reader: Callable[[], LogReader],
+        topic: str,
+        partitions: int,
+        *,
+        run_id: str,
+        incarnation: str,
+        changed: threading.Condition,
+    ) -> None:
+        self._open_reader = open_reader
+        self._topic = topic
+        self._partitions = partitions
+        self._run_id = run_id
+        self._incarnation = incarnation
+        self._changed = changed
+        self._held: tuple[Request, ...] = ()
+        # Groups of the newest version that were answered: one that is older is not asked for any more.
+        self._answered: set[str] = set()
+        self._answered_version = -1
+        self._error: BrokerError | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="request-listener", daemon=True)
+
+    def start(self) -> "RequestListener":
+        self._thread.start()
+        return self
+
+    @property
+    def held(self) -> tuple[Request, ...]:
+        """Requests that are neither answered nor given up, oldest first."""
+        with self._changed:
+            return self._held
+
+    def answered(self, request: Request) -> None:
+        """All of its groups are handed to the publisher."""
+        with self._changed:
+            if request.version > self._answered_version:
+                self._answered, self._answered_version = set(), request.version
+            self._answered.update(request.group_ids)
+        self.give_up(request)
+
+    def give_up(self, request: Request) -> None:
+        """It will not be answered, or not in full: the same groups may be asked for again."""
+        with self._changed:
+            self._held = tuple(one for one in self._held if one is not request)
+            self._changed.notify_all()
+
+    def give_up_before(self, version: int) -> None:
+        """Nobody wants what older versions would sample."""
+        with self._changed:
+            self._held = tuple(one for one in self._held if one.version >= version)
+
+    def check(self) -> None:
+        """Raise BrokerError where the listening has ended."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._closed.is_set():
+            raise BrokerError(f"topic {self._topic}: nobody listens any more, the thread ended (see the traceback before)")
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        reader: LogReader | None = None
+        try:
+            reader = self._open_reader()
+            reader.assign({(self._topic, number): BEGINNING for number in range(self._partitions)})
+            while not self._closed.is_set():
+                self._follow(reader)
+        except BrokerError as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _follow(self, reader: LogReader) -> None:
+        try:
+            records = reader.read(100, _READ_S)
+        except BrokerError as error:
+            if not error.retriable:
+                raise
+            log.warning("reading the requests failed, trying again", error=str(error))
+            self._closed.wait(_READ_S)
+            return
+        for record in records:
+            self._take(record)
+
+    def _take(self, record: LogRecord) -> None:
+        if record.key != self._incarnation.encode():
+            return
+        try:
+            request = control.decode_request(record.value, record.where)
+        except ControlError as error:
+            log.warning("request skipped", error=str(error))
+            return
+        if request.run_id != self._run_id or request.producer != self._incarnation or not request.group_ids:
+            return
+        with self._changed:
+            in_hand = any(one.group_ids == request.group_ids for one in self._held)
+            done = request.version == self._answered_version and self._answered.issuperset(request.group_ids)
+            if in_hand or done:
+                log.info("asked again for what is in hand or was answered", request=request.request_id)
+                return
+            self._held = (*self._held, request)
+            self._changed.notify_all()
+
+
+class Refresher:
+    """Takes up the version that a request names before it is sampled.
+
+    swap: loads a policy into the engine. always: pull for every request, also where its version serves already.
+    """
+
+    def __init__(self, puller: PolicyPuller, engine: Engine, swap: Callable[[Policy], None], *, always: bool) -> None:
+        self._puller = puller
+        self._engine = engine
+        self._swap = swap
+        self._always = always
+        self._request: Request | None = None
+        self._is_pulled = False
+
+    def is_fresh(self, request: Request) -> bool:
+        """Whether the engine serves what the request names, pulled as the run wants it; asks for a pull where one is due.
+
+        Call it again until it is so. The request's version is the newest announced one.
+        """
+        if self._request is not request:
+            self._request = request
+            self._is_pulled = not self._always and self._engine.policy_version >= request.version
+            if not self._is_pulled:
+                self._puller.refresh()
+        policy = self._puller.take_policy()
+        if policy is not None:
+            self._is_pulled = policy.version >= request.version
+            # It may be the one that serves already: pulled and verified anew, there is nothing to swap.
+            if policy.version > self._engine.policy_version:
+                self._swap(policy)
+        return self._is_pulled and self._engine.policy_version == request.version
