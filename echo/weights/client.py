@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from echo.errors import ChunkError, ManifestError, PullCancelled, WeightsError
 from echo.weights import manifest as manifests
-from echo.weights.manifest import Chunk, HostTensor, Manifest, TensorEntry
+from echo.weights.manifest import Chunk, HostTensor, Manifest, Piece, TensorEntry
 from echo.weights.transport import Abort, Access, Retries, Session, trusting
 from echo.weights.urls import READING_HEADER, base_of, check_token, check_url, chunk_url, latest_url, manifest_url
 
@@ -156,11 +156,19 @@ class _Tensor:
             return self._missing == 0
 
 
+class _Place(NamedTuple):
+    """Where bytes of a chunk belong, from `start` of the chunk on."""
+
+    tensor: _Tensor
+    data: memoryview
+    start: int
+
+
 class _Wanted(NamedTuple):
     """A chunk to fetch, and every place where its bytes belong."""
 
     chunk: Chunk
-    places: list[tuple[_Tensor, memoryview]]
+    places: list[_Place]
 
 
 class _Part:
@@ -272,16 +280,13 @@ class _Pull:
         finally:
             self._idle_sessions.append(session)
 
-    def _prepare(self, entry: TensorEntry) -> tuple[HostTensor, list[tuple[Chunk, _Tensor, memoryview]]]:
+    def _prepare(self, entry: TensorEntry) -> tuple[HostTensor, list[tuple[Chunk, _Place]]]:
         """A tensor's memory, filled as far as `have` goes, and the chunks that are missing with their places."""
         if self._abort.is_set():
             raise PullCancelled(self._where())
         held = self._held(entry)
-        known = []
-        start = 0
-        for chunk in entry.chunks:
-            known.append(held is not None and manifests.digest(held[start : start + chunk.nbytes]) == chunk.digest)
-            start += chunk.nbytes
+        pieces = list(manifests.pieces(entry))
+        known = [held is not None and self._is_known(entry, piece, held) for piece in pieces]
         if held is not None and all(known):
             self._count(present=entry.nbytes)
             return self._have[entry.name], []
@@ -291,16 +296,19 @@ class _Pull:
             raise WeightsError(f"{self._where()}: no memory for the {entry.nbytes:,} bytes of tensor {entry.name!r}") from None
         tensor = _Tensor(entry, known.count(False), data)
         missing = []
-        start = 0
-        for chunk, is_known in zip(entry.chunks, known, strict=True):
-            place = data[start : start + chunk.nbytes]
+        for piece, is_known in zip(pieces, known, strict=True):
+            place = data[piece.at : piece.at + piece.nbytes]
             if held is not None and is_known:
-                place[:] = held[start : start + chunk.nbytes]
-                self._count(present=chunk.nbytes)
+                place[:] = held[piece.at : piece.at + piece.nbytes]
+                self._count(present=piece.nbytes)
             else:
-                missing.append((chunk, tensor, place))
-            start += chunk.nbytes
+                missing.append((piece.chunk, _Place(tensor, place, piece.start)))
         return HostTensor(entry.name, entry.dtype, entry.shape, data), missing
+
+    def _is_known(self, entry: TensorEntry, piece: Piece, held: memoryview) -> bool:
+        # A chunk that is shared with other tensors has one part of this tensor: all of it.
+        wanted = piece.chunk.digest if piece.nbytes == piece.chunk.nbytes else entry.digest
+        return manifests.digest(held[piece.at : piece.at + piece.nbytes]) == wanted
 
     def _held(self, entry: TensorEntry) -> memoryview | None:
         held = self._have.get(entry.name)
@@ -319,11 +327,14 @@ class _Pull:
                     chunk, places = queue.popleft()
                 except IndexError:
                     return
-                self._fetch_chunk(session, chunk, places[0][1])
-                for tensor, place in places:
-                    if place is not places[0][1]:
-                        place[:] = places[0][1]
-                        self._count(present=chunk.nbytes)
+                whole = next((place.data for place in places if len(place.data) == chunk.nbytes), None)
+                data = whole if whole is not None else memoryview(bytearray(chunk.nbytes))
+                self._fetch_chunk(session, chunk, data)
+                self._count(present=-chunk.nbytes)
+                for tensor, place, start in places:
+                    if place is not data:
+                        place[:] = data[start : start + len(place)]
+                    self._count(present=len(place))
                     if tensor.is_complete_with_one_more():
                         self._check_whole(tensor)
         finally:
@@ -364,8 +375,9 @@ class _Pull:
 
     def _check_whole(self, tensor: _Tensor) -> None:
         entry = tensor.entry
-        # One chunk is the whole tensor, and was checked when it came.
-        found = entry.chunks[0].digest if len(entry.chunks) == 1 else blake3(tensor.data, max_threads=blake3.AUTO).hexdigest()
+        # A chunk that is the whole tensor was checked when it came.
+        is_checked = len(entry.chunks) == 1 and entry.chunks[0].nbytes == entry.nbytes
+        found = entry.chunks[0].digest if is_checked else blake3(tensor.data, max_threads=blake3.AUTO).hexdigest()
         if found != entry.digest:
             raise ManifestError(f"{self._where()}: the chunks of tensor {entry.name!r} don't make up its digest {entry.digest}")
 
@@ -379,12 +391,12 @@ class _Pull:
             self._received += received
 
 
-def _merge(missing: Iterable[list[tuple[Chunk, _Tensor, memoryview]]]) -> list[_Wanted]:
+def _merge(missing: Iterable[list[tuple[Chunk, _Place]]]) -> list[_Wanted]:
     """Bytes that belong in several places are fetched once."""
     wanted: dict[Chunk, _Wanted] = {}
-    for tensors in missing:
-        for chunk, tensor, place in tensors:
-            wanted.setdefault(chunk, _Wanted(chunk, [])).places.append((tensor, place))
+    for places in missing:
+        for chunk, place in places:
+            wanted.setdefault(chunk, _Wanted(chunk, [])).places.append(place)
     return list(wanted.values())
 
 

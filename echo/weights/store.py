@@ -1,6 +1,6 @@
 """The folder of published policies: chunks named by their content, shared by versions and runs, and one manifest a version.
 
-    root/chunks/ab/<digest>             the bytes; written once
+    root/chunks/ab/<digest>             the bytes, of tensors and of deltas; written once
     root/runs/<run>/<version>.json      the manifest; its appearance is the publication
     root/runs/<run>/<version>.reading   its age tells when a puller last asked for this version
     root/tmp/                           files in the making
@@ -9,7 +9,8 @@ A crash at any point leaves a valid store: whatever a manifest names was durable
 manifest names is garbage that the next collection removes. Several processes and runs may share one folder: publishers
 hold a shared lock on it, the collector an exclusive one, so a chunk that is about to be named is never collected.
 
-What is being read stays: a version beyond `keep` is retired only when nobody has asked for it for `reading_s`, and a chunk
+What is needed stays: the `keep` newest versions, those that the newest one's deltas lead back to, the full policy that a kept
+adapter belongs to, and what is being read: a version is retired only when nobody has asked for it for `reading_s`. A chunk
 is collected only when no manifest names it. (A chunk that is being sent in that moment is an open file, which lives on.)
 
 Refuses to overwrite a version, to go back, to take tensors that change meanwhile (their bytes are read more than once),
@@ -19,36 +20,32 @@ and to collect anything while a manifest can't be read.
 import os
 import shutil
 import time
-import uuid
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
-from blake3 import blake3
 
 from echo.errors import ManifestError, WeightsError
 from echo.weights import manifest as manifests
+from echo.weights.chunks import ChunkFiles, StoredTensor
 from echo.weights.files import BusyError, locked, names, sync_folder
-from echo.weights.manifest import DTYPE_BYTES, Chunk, HostTensor, Manifest, TensorEntry
+from echo.weights.manifest import Adapter, Base, Chunk, HostTensor, Manifest, TensorEntry
 from echo.weights.urls import VERSION_MAX, is_run_id
+from echo.weights.writing import write_tensors
 
 log = structlog.get_logger("weights.store")
 
-# Threads that hash, write and fsync: the waits for the disk overlap.
-_WRITERS = 4
-# Bytes of tensors that may be in the writers' hands: bounds memory where the tensors come from a generator.
-_WINDOW_BYTES = 64 * 2**20
 # Left free on the disk: for the manifest and for whoever else writes there.
 _RESERVE_BYTES = 16 * 2**20
 _LOCK_WAIT_S = 60.0
+_READ_BYTES = 4 * 2**20
 
 
 class Published(NamedTuple):
-    """A durable version. new_bytes: what it added to the store; the rest it shares. digest: of the manifest's bytes."""
+    """A durable version. new_bytes: what it added to the store, deltas included; the rest it shares. digest: of the
+    manifest's bytes."""
 
     manifest: Manifest
     digest: str
@@ -81,6 +78,9 @@ class WeightStore:
     def __init__(self, root: Path, *, reading_s: float = 30.0) -> None:
         self.root = root
         self._reading_s = reading_s
+        self._files = ChunkFiles(root)
+        # Folders of runs that a crash won't take away any more.
+        self._durable: set[Path] = set()
 
     # Reading
 
@@ -114,12 +114,10 @@ class WeightStore:
 
     def chunk_path(self, digest: str) -> Path:
         """Where a chunk lies, or would lie. Raises WeightsError for a malformed digest."""
-        if not manifests.is_digest(digest):
-            raise WeightsError(f"{self.root}: {digest[:80]!r} is not a chunk digest")
-        return self.root / "chunks" / digest[:2] / digest
+        return self._files.path(digest)
 
     def stored_bytes(self) -> int:
-        return sum(size for _, size in self._chunks())
+        return sum(size for _, size in self._files.all())
 
     # Readers
 
@@ -151,18 +149,26 @@ class WeightStore:
         chunk_bytes: int,
         keep: int,
         created: float,
+        delta_chain: int = 0,
+        adapter: Adapter | None = None,
     ) -> Published:
-        """Make a policy durable and servable, then retire versions beyond the `keep` newest of this run.
+        """Make a policy durable and servable, then retire versions of this run that nobody needs any more.
 
-        tensors: may be a generator; about 64 MiB beside the current tensor are held. They must not change until the call
-        returns. created: seconds since the epoch. Raises WeightsError, with the store as it was, where the version is not
-        above all others of the run, a tensor's bytes don't fit its dtype and shape, or the disk is full.
+        tensors: may be a generator; about 128 MiB beside the current tensor are held. They must not change until the call
+        returns. created: seconds since the epoch. keep: how many of the newest versions stay. delta_chain: how many versions
+        back deltas are to lead, one for each version; 0 makes none. adapter: the tensors are one, of that full version.
+
+        Raises WeightsError, with the store as it was, where the version is not above all others of the run, a tensor's bytes
+        don't fit its dtype and shape, the adapter's full version is not here, or the disk is full.
         """
-        if chunk_bytes < 1 or keep < 1:
-            raise WeightsError(f"{self.root}: chunk_bytes is {chunk_bytes} and keep is {keep}; both are 1 at least")
+        if chunk_bytes < 1 or keep < 1 or delta_chain < 0:
+            raise WeightsError(
+                f"{self.root}: chunk_bytes is {chunk_bytes} and keep is {keep}, both are 1 at least; "
+                f"delta_chain is {delta_chain}, 0 at least"
+            )
         path = self.manifest_path(run_id, version)
         try:
-            for folder in (path.parent, self.root / "chunks", self.root / "tmp"):
+            for folder in (path.parent, self._files.folder, self._files.unfinished):
                 folder.mkdir(parents=True, exist_ok=True)
             self._make_room(run_id, tensors)
             with self._publishing(run_id):
@@ -171,19 +177,34 @@ class WeightStore:
                     raise WeightsError(
                         f"{path}: version {newest} of run {run_id!r} is published already; the next is {newest + 1}"
                     )
-                entries, new_bytes = self._write_tensors(tensors, chunk_bytes)
+                if adapter is not None:
+                    self._check_adapter(run_id, adapter)
+                base, base_digest = self._base(run_id)
+                written = write_tensors(
+                    self._files,
+                    tensors,
+                    chunk_bytes=chunk_bytes,
+                    base=base,
+                    with_deltas=delta_chain > 0,
+                    check_space=self._check_space,
+                )
                 manifest = Manifest(
                     schema=manifests.MANIFEST_SCHEMA,
                     run_id=run_id,
                     version=version,
                     step=step,
                     created=created,
-                    tensors=entries,
+                    tensors=written.tensors,
+                    base=_link(base, base_digest, written.tensors, delta_chain),
+                    adapter=adapter,
                 )
                 raw = manifests.encode(manifest)
-                self._write(raw, path)
-                for folder in (path.parent, path.parent.parent, self.root):
-                    sync_folder(folder)
+                self._files.write(raw, path)
+                sync_folder(path.parent)
+                if path.parent not in self._durable:
+                    sync_folder(path.parent.parent)
+                    sync_folder(self.root)
+                    self._durable.add(path.parent)
                 self._retire(run_id, keep)
         except OSError as error:
             raise WeightsError(
@@ -192,17 +213,36 @@ class WeightStore:
             ) from error
         finally:
             self._tidy()
-        return Published(manifest, manifests.digest(raw), path, new_bytes)
+        return Published(manifest, manifests.digest(raw), path, written.new_bytes)
+
+    def _base(self, run_id: str) -> tuple[Manifest | None, str]:
+        """The version whose chunks the next one shares, and its manifest's digest."""
+        newest = self.newest(run_id)
+        if newest is None:
+            return None, ""
+        try:
+            return self._read(run_id, newest)
+        except ManifestError as error:
+            log.warning("the next version shares nothing with this one, and has no deltas", error=str(error))
+            return None, ""
+
+    def _check_adapter(self, run_id: str, adapter: Adapter) -> None:
+        model, digest = self._read(run_id, adapter.model_version)
+        if digest != adapter.model_digest or model.adapter is not None:
+            raise WeightsError(
+                f"{self.manifest_path(run_id, adapter.model_version)}: not the full policy that the adapter is for "
+                f"(digest {digest}, wanted {adapter.model_digest})"
+            )
 
     def _make_room(self, run_id: str, tensors: Iterable[HostTensor]) -> None:
         """Check that a whole version fits, before anything is written; what it will share is not known yet."""
-        need = 0
-        newest = self.newest(run_id)
+        base, _ = self._base(run_id)
         if isinstance(tensors, Collection):
             need = sum(tensor.data.nbytes for tensor in tensors)
-        elif newest is not None:
+        else:
             # From a generator: as much as last time. A first version is checked tensor by tensor.
-            need = self._decode(run_id, newest).nbytes
+            need = base.nbytes if base is not None else 0
+        need += base.delta_bytes if base is not None else 0
         try:
             self._check_space(need)
         except WeightsError:
@@ -218,70 +258,10 @@ class WeightStore:
                 retriable=True,
             )
 
-    def _write_tensors(self, tensors: Iterable[HostTensor], chunk_bytes: int) -> tuple[tuple[TensorEntry, ...], int]:
-        entries: list[TensorEntry] = []
-        seen: set[str] = set()
-        folders: set[Path] = set()
-        pending: deque[tuple[HostTensor, memoryview, list[Future[tuple[Chunk, int]]]]] = deque()
-        held = new_bytes = 0
-
-        def finish_oldest() -> None:
-            nonlocal held, new_bytes
-            tensor, data, writes = pending.popleft()
-            results = [write.result() for write in writes]
-            chunks = tuple(chunk for chunk, _ in results)
-            whole = chunks[0].digest if len(chunks) == 1 else blake3(data, max_threads=blake3.AUTO).hexdigest()
-            entries.append(TensorEntry(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, digest=whole, chunks=chunks))
-            folders.update(self.chunk_path(chunk.digest).parent for chunk in chunks)
-            new_bytes += sum(added for _, added in results)
-            held -= len(data)
-
-        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="weights-store") as pool:
-            for tensor in tensors:
-                data = _bytes_of(tensor)
-                if tensor.name in seen:
-                    raise WeightsError(f"{self.root}: two tensors are named {tensor.name!r}")
-                seen.add(tensor.name)
-                self._check_space(len(data))
-                pieces = (data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes))
-                pending.append((tensor, data, [pool.submit(self._put, piece) for piece in pieces]))
-                held += len(data)
-                while held > _WINDOW_BYTES:
-                    finish_oldest()
-            while pending:
-                finish_oldest()
-        # Also the folders of chunks that were there: another publisher may not have come to this point yet.
-        for folder in (*folders, self.root / "chunks", self.root):
-            sync_folder(folder)
-        return tuple(entries), new_bytes
-
-    def _put(self, data: memoryview) -> tuple[Chunk, int]:
-        """Have a chunk in the store; returns it and the bytes that were added for it."""
-        chunk = Chunk(manifests.digest(data), len(data))
-        path = self.chunk_path(chunk.digest)
-        # Read again before it is shared: a damaged chunk would make this version unusable as well.
-        if _damage(path, chunk) is None:
-            return chunk, 0
-        path.parent.mkdir(exist_ok=True)
-        self._write(data, path)
-        return chunk, len(data)
-
-    def _write(self, data: bytes | memoryview, path: Path) -> None:
-        temporary = self.root / "tmp" / uuid.uuid4().hex
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-
     # Retention
 
     def retire(self, run_id: str, keep: int) -> list[int]:
-        """Remove manifests beyond the `keep` newest of the run, except of versions being read. Returns what went."""
+        """Remove manifests beyond the `keep` newest of the run, except of versions that are needed. Returns what went."""
         if keep < 1:
             raise WeightsError(f"{self.root}: keep is {keep}, it is 1 at least")
         if not self._run(run_id).is_dir():
@@ -290,9 +270,14 @@ class WeightStore:
             return self._retire(run_id, keep)
 
     def _retire(self, run_id: str, keep: int) -> list[int]:
+        try:
+            needed = self._needed(run_id, keep)
+        except ManifestError as error:
+            log.warning("no version retired: it is not known which are needed", error=str(error))
+            return []
         gone = []
-        for version in self.versions(run_id)[:-keep]:
-            if self.is_being_read(run_id, version):
+        for version in self.versions(run_id):
+            if version in needed or self.is_being_read(run_id, version):
                 continue
             # A server notes the reader before it opens the manifest: who still got it is seen by the second look.
             path = self.manifest_path(run_id, version)
@@ -310,6 +295,19 @@ class WeightStore:
                 (self._run(run_id) / name).unlink(missing_ok=True)
         return gone
 
+    def _needed(self, run_id: str, keep: int) -> set[int]:
+        """The newest versions, those that deltas lead back to from the very newest, and the full policies of their adapters."""
+        present = self.versions(run_id)
+        needed = set(present[-keep:])
+        link = self._decode(run_id, present[-1]).base if present else None
+        for _ in range(link.chain if link is not None else 0):
+            if link is None or link.version not in present:
+                break
+            needed.add(link.version)
+            link = self._decode(run_id, link.version).base
+        adapters = [manifest.adapter for manifest in (self._decode(run_id, version) for version in needed)]
+        return needed | {adapter.model_version for adapter in adapters if adapter is not None}
+
     def gc(self, *, wait_s: float = 0.0) -> Collected:
         """Remove chunks that no manifest names and unfinished files; waits up to `wait_s` for publishers to finish.
 
@@ -319,13 +317,11 @@ class WeightStore:
             return Collected(0, 0)
         try:
             with locked(self.root / ".lock", exclusive=True, wait_s=wait_s):
-                named = {
-                    chunk.digest for _, manifest in self._manifests() for tensor in manifest.tensors for chunk in tensor.chunks
-                }
-                for name in names(self.root / "tmp"):
-                    (self.root / "tmp" / name).unlink(missing_ok=True)
+                named = {chunk.digest for _, manifest in self._manifests() for chunk in manifest.chunks()}
+                for name in names(self._files.unfinished):
+                    (self._files.unfinished / name).unlink(missing_ok=True)
                 chunks = nbytes = 0
-                for path, size in self._chunks():
+                for path, size in self._files.all():
                     if path.name not in named:
                         path.unlink(missing_ok=True)
                         chunks, nbytes = chunks + 1, nbytes + size
@@ -354,25 +350,26 @@ class WeightStore:
                         problems.append(Problem(path, str(error)))
                     continue
                 for tensor in manifest.tensors:
-                    for chunk in tensor.chunks:
+                    named = [*tensor.chunks, *(tensor.delta.chunks if tensor.delta is not None else ())]
+                    for chunk in named:
                         if chunk not in checked:
-                            checked[chunk] = damage = _damage(self.chunk_path(chunk.digest), chunk)
+                            checked[chunk] = damage = self._files.damage(chunk)
                             # It may have been retired and collected since its manifest was read.
                             if damage is not None and path.exists():
                                 where = f"{damage} (tensor {tensor.name!r}, version {version} of run {run_id!r})"
                                 problems.append(Problem(self.chunk_path(chunk.digest), where))
-                    if not any(checked[chunk] for chunk in tensor.chunks) and not self._is_whole(tensor) and path.exists():
+                    if not any(checked[chunk] for chunk in named) and not self._is_whole(tensor) and path.exists():
                         problems.append(Problem(path, f"tensor {tensor.name!r} does not match its digest"))
         return problems
 
     def _is_whole(self, tensor: TensorEntry) -> bool:
-        if len(tensor.chunks) == 1:
+        if len(tensor.chunks) == 1 and tensor.chunks[0].nbytes == tensor.nbytes:
             return tensor.chunks[0].digest == tensor.digest
-        hasher = blake3()
-        for chunk in tensor.chunks:
-            with suppress(FileNotFoundError):
-                hasher.update_mmap(self.chunk_path(chunk.digest))
-        return hasher.hexdigest() == tensor.digest
+        stored = StoredTensor(self._files, tensor)
+        with suppress(FileNotFoundError):
+            for start in range(0, tensor.nbytes, _READ_BYTES):
+                stored.read(start, min(start + _READ_BYTES, tensor.nbytes))
+        return stored.digest() == tensor.digest
 
     # The folder
 
@@ -385,26 +382,22 @@ class WeightStore:
         versions = self.versions(run_id)
         return f"{versions[0]} to {versions[-1]}" if versions else f"none of run {run_id!r}"
 
-    def _decode(self, run_id: str, version: int) -> Manifest:
-        raw, _ = self.read_manifest(run_id, version)
+    def _read(self, run_id: str, version: int) -> tuple[Manifest, str]:
+        """A manifest and its digest."""
+        raw, digest = self.read_manifest(run_id, version)
         path = self.manifest_path(run_id, version)
         manifest = manifests.decode(raw, where=str(path), run_id=run_id)
         if manifest.version != version:
             raise ManifestError(f"{path}: says that it is version {manifest.version}")
-        return manifest
+        return manifest, digest
+
+    def _decode(self, run_id: str, version: int) -> Manifest:
+        return self._read(run_id, version)[0]
 
     def _manifests(self) -> Iterator[tuple[Path, Manifest]]:
         for run_id in self.runs():
             for version in self.versions(run_id):
                 yield self.manifest_path(run_id, version), self._decode(run_id, version)
-
-    def _chunks(self) -> Iterator[tuple[Path, int]]:
-        for prefix in names(self.root / "chunks"):
-            for name in names(self.root / "chunks" / prefix):
-                path = self.root / "chunks" / prefix / name
-                with suppress(FileNotFoundError):
-                    if manifests.is_digest(name):
-                        yield path, path.stat().st_size
 
     @contextmanager
     def _publishing(self, run_id: str) -> Iterator[None]:
@@ -414,28 +407,12 @@ class WeightStore:
                 yield
 
 
-def _damage(path: Path, chunk: Chunk) -> str | None:
-    """What is wrong with a chunk's file, if something is."""
-    try:
-        size = path.stat().st_size
-        if size != chunk.nbytes:
-            return f"has {size} bytes instead of {chunk.nbytes}"
-        found = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"can't be read: {error.strerror}"
-    return None if found == chunk.digest else f"has digest {found}"
-
-
-def _bytes_of(tensor: HostTensor) -> memoryview:
-    where = f"tensor {tensor.name!r} of shape {tensor.shape} {tensor.dtype}"
-    size = DTYPE_BYTES.get(tensor.dtype)
-    if size is None or any(extent < 0 for extent in tensor.shape):
-        raise WeightsError(f"{where}: dtypes are {', '.join(DTYPE_BYTES)}, extents are 0 or more")
-    for extent in tensor.shape:
-        size *= extent
-    if tensor.data.nbytes != size or not tensor.data.c_contiguous:
-        raise WeightsError(f"{where}: needs {size} contiguous bytes, has {tensor.data.nbytes}")
-    # A view with a zero in its shape can't be cast.
-    return tensor.data.cast("B") if size else memoryview(b"")
+def _link(base: Manifest | None, digest: str, tensors: Sequence[TensorEntry], delta_chain: int) -> Base | None:
+    """What leads from new tensors back to the version before; None where no tensor can go this way."""
+    if base is None or not delta_chain:
+        return None
+    before = {tensor.name: tensor.digest for tensor in base.tensors}
+    if not any(tensor.delta is not None or before.get(tensor.name) == tensor.digest for tensor in tensors):
+        return None
+    chain = min(base.base.chain + 1 if base.base is not None else 1, delta_chain)
+    return Base(version=base.version, digest=digest, chain=chain)

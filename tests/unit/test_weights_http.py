@@ -42,6 +42,8 @@ POLICY = [
     tensor("b", 2, 10 * CHUNK),
     HostTensor("scalar", "F32", (), memoryview(b"\0\0\x80?")),
     HostTensor("empty", "BF16", (0, 4), memoryview(b"")),
+    # Shares a chunk with the scalar.
+    HostTensor("bias", "F32", (3,), memoryview(b"one.two.four")),
     # Its two chunks are equal, and so are both tensors.
     HostTensor("zeros", "BF16", (CHUNK,), memoryview(bytes(2 * CHUNK))),
     HostTensor("tied", "BF16", (CHUNK,), memoryview(bytes(2 * CHUNK))),

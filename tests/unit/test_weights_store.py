@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from echo.errors import ManifestError, WeightsError
 from echo.weights import manifest as manifests
-from echo.weights import store as store_module
+from echo.weights import writing
 from echo.weights.manifest import DTYPE_BYTES, HostTensor
 from echo.weights.store import Published, WeightStore
 
@@ -42,7 +42,10 @@ def content(store: WeightStore, run: str, version: int) -> dict[str, bytes]:
     raw, _ = store.read_manifest(run, version)
     manifest = manifests.decode(raw, where="test", run_id=run)
     return {
-        entry.name: b"".join(store.chunk_path(chunk.digest).read_bytes() for chunk in entry.chunks)
+        entry.name: b"".join(
+            store.chunk_path(piece.chunk.digest).read_bytes()[piece.start : piece.start + piece.nbytes]
+            for piece in manifests.pieces(entry)
+        )
         for entry in manifest.tensors
     }
 
@@ -401,7 +404,7 @@ def test_a_failing_source_of_tensors_publishes_nothing(store: WeightStore) -> No
 
 def test_memory_is_bounded_when_tensors_are_generated(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only about a window of tensors lives at a time, however many there are."""
-    monkeypatch.setattr(store_module, "_WINDOW_BYTES", 100 * KIB)
+    monkeypatch.setattr(writing, "_WINDOW_BYTES", 100 * KIB)
     alive: set[int] = set()
     most = 0
 
