@@ -79,6 +79,7 @@ class PolicyPublisher:
         chunk_bytes: int,
         keep: int,
         newest: int,
+        delta_chain: int = 0,
     ) -> None:
         self._run_id = run_id
         self._store = store
@@ -86,6 +87,7 @@ class PolicyPublisher:
         self._server_url = server_url
         self._chunk_bytes = chunk_bytes
         self._keep = keep
+        self._delta_chain = delta_chain
         self.newest = newest
         """The newest announced version, -1 before the first."""
 
@@ -102,7 +104,14 @@ class PolicyPublisher:
         version = max(self.newest, -1 if stored is None else stored) + 1
         created = time.time()
         published = self._store.publish(
-            self._run_id, version, step, tensors, chunk_bytes=self._chunk_bytes, keep=self._keep, created=created
+            self._run_id,
+            version,
+            step,
+            tensors,
+            chunk_bytes=self._chunk_bytes,
+            keep=self._keep,
+            created=created,
+            delta_chain=self._delta_chain,
         )
         announcement = self._writer.send(
             lambda sequence: Announcement(

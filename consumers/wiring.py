@@ -125,6 +125,7 @@ def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, sto
             server_url=server_url,
             chunk_bytes=run.weights.chunk_bytes,
             keep=run.versions_kept,
+            delta_chain=run.weights.delta_chain,
             newest=told.version,
         )
         dead_letters = clients.open_dead_letters()
