@@ -1,4 +1,4 @@
-"""Advantages: the rewards of one group in, one number per member out. Pure.
+"""What rewards say about the members of one group: advantages, or a pair of which one is preferred. Pure.
 
 Refuses to know trajectories, losses or batches. Shapes: G members of a group.
 """
@@ -31,3 +31,15 @@ def advantages(rewards: Tensor, kind: Advantage) -> Tensor:
     if kind == "rloo":
         return centred * (size / (size - 1))
     return centred
+
+
+def preference(rewards: Tensor) -> tuple[int, int, bool]:
+    """The pair that preference learning makes of a group: index of the best, of the worst, and whether one is better at all.
+
+    rewards: (G,) floating, G >= 1. Of equal rewards the first member counts, so that equal groups give equal pairs. A group
+    whose rewards are all equal gives a pair that says nothing: its first member and its last.
+    """
+    best, worst = int(rewards.argmax()), int(rewards.argmin())
+    if rewards[best] == rewards[worst]:
+        return 0, len(rewards) - 1, False
+    return best, worst, True

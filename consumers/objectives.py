@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from echo.config import Correction, KlEstimator, LearnerConfig, Normalization, PolicyObjective
+from echo.config import Correction, KlEstimator, LearnerConfig, Normalization, ObjectiveName
 
 # exp(20) = 4.9e8: far beyond any ratio that means something, far below overflow, also of a sum over a batch.
 LOG_RATIO_LIMIT = 20.0
@@ -55,7 +55,7 @@ class Settings:
     fixed_length: tokens that a completion may have, for `normalization: fixed_length`.
     """
 
-    objective: PolicyObjective = "ppo"
+    objective: ObjectiveName = "ppo"
     correction: Correction = "none"
     normalization: Normalization = "token_mean"
     clip_low: float = 0.2
@@ -67,6 +67,7 @@ class Settings:
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
     entropy_coefficient: float = 0.0
+    dpo_beta: float = 0.1
     fixed_length: int = 1
 
     @classmethod
@@ -85,7 +86,8 @@ class BatchSize(NamedTuple):
 class TokenLoss(NamedTuple):
     """A loss, and sums over its unmasked tokens, from which shares and means of a whole batch are made.
 
-    loss: () with gradient. clipped, truncated: () tokens. entropy: () nats. mismatch: (N,) nats, k3 per row.
+    loss: () with gradient. clipped, truncated: () tokens, see `ratio_loss`. entropy: () nats.
+    mismatch: (N,) nats per row, k3 = q - 1 - log q: an unbiased, never negative estimate of KL(behaviour || proximal).
     weight, weight_squared: () sums of q = proximal / behaviour and of its square, for the effective sample size.
     reference_kl: () nats, 0 without a reference.
     """
@@ -98,6 +100,15 @@ class TokenLoss(NamedTuple):
     weight: Tensor
     weight_squared: Tensor
     reference_kl: Tensor
+
+
+class RatioLoss(NamedTuple):
+    """loss: () with gradient. clipped, truncated: (N, T) bool, see `ratio_loss`. kl: (N, T) nats, or () without a reference."""
+
+    loss: Tensor
+    clipped: Tensor
+    truncated: Tensor
+    kl: Tensor
 
 
 def token_logprobs(
@@ -148,6 +159,59 @@ def policy_loss(
     settings: Settings,
     reference: Tensor | None = None,
 ) -> TokenLoss:
+    """The loss of a batch, or of a part of it, that the settings ask for: `ratio_loss`, or `dpo_loss` on rows that are pairs.
+
+    logprobs: (N, T) of `new`, with gradient. proximal, behaviour, reference: (N, T), constants. advantages: (N,), one per row.
+    mask: (N, T) bool. entropy: (N, T) nats of `new`, with gradient where entropy_coefficient > 0. size: of the whole batch.
+    Losses of parts add up to that of the batch, and so do their gradients.
+    Raises ValueError where a reference is needed and there is none.
+    """
+    proximal, behaviour = proximal.detach(), behaviour.detach()
+    off_policy = _log_ratio(proximal, behaviour, mask)
+    if settings.objective == "dpo":
+        if reference is None:
+            raise ValueError("objective dpo needs the reference's logprobs")
+        loss = dpo_loss(logprobs, reference, advantages, mask, size=size, beta=settings.dpo_beta)
+        clipped = truncated = logprobs.new_zeros(())
+        _, kl = _kl(logprobs.detach(), reference, mask, settings)
+    else:
+        loss, clipped, truncated, kl = ratio_loss(
+            logprobs,
+            proximal=proximal,
+            behaviour=behaviour,
+            advantages=advantages,
+            mask=mask,
+            entropy=entropy,
+            size=size,
+            settings=settings,
+            reference=reference,
+        )
+    with torch.no_grad():
+        importance = torch.where(mask, off_policy.exp(), logprobs.new_zeros(()))
+        return TokenLoss(
+            loss=loss,
+            clipped=clipped.sum(),
+            truncated=truncated.sum(),
+            entropy=torch.where(mask, entropy, logprobs.new_zeros(())).sum(),
+            mismatch=(off_policy.exp() - 1 - off_policy).sum(dim=-1),
+            weight=importance.sum(),
+            weight_squared=importance.square().sum(),
+            reference_kl=kl.sum(),
+        )
+
+
+def ratio_loss(
+    logprobs: Tensor,
+    *,
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    entropy: Tensor,
+    size: BatchSize,
+    settings: Settings,
+    reference: Tensor | None = None,
+) -> RatioLoss:
     """The policy-gradient losses (ppo, cispo, gspo) with an off-policy correction (see the top of this file).
 
         ppo    l = -w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
@@ -162,13 +226,10 @@ def policy_loss(
     (arXiv 2506.13585), with no lower bound, as it was used there. Weights: see `_weights`; the row mask: see
     `_off_policy_rows`; KL: see `_kl`.
 
-    logprobs: (N, T) of `new`, with gradient. proximal, behaviour, reference: (N, T), constants. advantages: (N,), one per row.
-    mask: (N, T) bool. entropy: (N, T) nats of `new`, with gradient where entropy_coefficient > 0. size: of the whole batch.
-    Raises ValueError where a KL is asked for and there is no reference.
+    Arguments are those of `policy_loss`.
 
-    `clipped` counts the tokens whose gradient the clip or the band stops (cispo: whose ratio is capped). `truncated` counts
-    those whose weight met the cap or was set to 0, and those of rows that are masked. `mismatch` is k3 = q - 1 - log q, an
-    unbiased, never negative estimate of KL(behaviour || proximal).
+    `clipped` marks the tokens whose gradient the clip or the band stops (cispo: whose ratio is capped). `truncated` marks those
+    whose weight met the cap or was set to 0, and those of rows that are masked.
     """
     zero = logprobs.new_zeros(())
     proximal, behaviour = proximal.detach(), behaviour.detach()
@@ -208,18 +269,24 @@ def policy_loss(
         per_token = per_token - settings.entropy_coefficient * entropy
     scale = row_scales(mask, size, settings, logprobs.dtype).unsqueeze(-1)
     loss = (scale * torch.where(mask, per_token, zero)).sum()
-    with torch.no_grad():
-        importance = torch.where(mask, off_policy.exp(), zero)
-        return TokenLoss(
-            loss=loss,
-            clipped=(stopped & mask).sum(),
-            truncated=(truncated & mask).sum(),
-            entropy=torch.where(mask, entropy, zero).sum(),
-            mismatch=(off_policy.exp() - 1 - off_policy).sum(dim=-1),
-            weight=importance.sum(),
-            weight_squared=importance.square().sum(),
-            reference_kl=kl.sum(),
-        )
+    return RatioLoss(loss, stopped & mask, truncated & mask, kl)
+
+
+def dpo_loss(logprobs: Tensor, reference: Tensor, advantages: Tensor, mask: Tensor, *, size: BatchSize, beta: float) -> Tensor:
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, eq. 7), as a mean over the pairs of the batch.
+
+        margin = beta * (sum over chosen of log(new / reference) - sum over rejected of log(new / reference))
+        loss   = mean over pairs of -log sigmoid(margin)
+
+    logprobs: (N, T) of `new`, with gradient; rows 0, 2, ... are chosen, and each one's rejected follows it. reference: (N, T),
+    constant. advantages: (N,), 1 for a chosen row, -1 for a rejected, 0 for both where neither is better: such a pair counts 0,
+    and counts as a pair. mask: (N, T) bool. size: rows of the whole batch, two per pair. Returns ().
+    """
+    score = _log_ratio(logprobs, reference.detach(), mask).sum(dim=-1)
+    pairs = len(score) // 2  # A row alone is one of no batch, with nothing to train.
+    chosen, rejected = score[: 2 * pairs : 2], score[1 : 2 * pairs : 2]
+    losses = -torch.nn.functional.logsigmoid(beta * (chosen - rejected))
+    return (losses * advantages[: 2 * pairs : 2]).sum() / max(1, size.rows // 2)
 
 
 def row_scales(mask: Tensor, size: BatchSize, settings: Settings, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -137,7 +137,7 @@ class BatchConfig(_Section):
 
 
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
-PolicyObjective = Literal["ppo", "cispo", "gspo"]
+ObjectiveName = Literal["ppo", "cispo", "gspo", "dpo"]
 Correction = Literal["token_tis", "sequence_tis", "icepop", "trust_region", "tapered", "none"]
 Normalization = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -166,9 +166,12 @@ class LearnerConfig(_Section):
     advantage: Advantage = "grpo"
     """What a reward counts within its group. grpo: its distance from the mean in standard deviations. dr_grpo: its distance
     from the mean (with normalization fixed_length this is Dr. GRPO). rloo: its distance from the mean of the others."""
-    objective: PolicyObjective = "ppo"
+    objective: ObjectiveName = "ppo"
     """ppo: a ratio per token, clipped. gspo: one ratio per completion, clipped (its bounds are near 3e-4; take normalization
-    sequence_mean). cispo: the ratio is a capped weight, and no token's gradient is stopped."""
+    sequence_mean). cispo: the ratio is a capped weight, and no token's gradient is stopped. dpo: each group's best completion
+    is preferred to its worst, against a reference policy; of the objective's keys below only dpo_beta acts."""
+    dpo_beta: float = Field(default=0.1, gt=0)
+    """How far from the reference a preference may take the policy: the larger, the nearer it stays."""
     clip_low: float = Field(default=0.2, ge=0)
     """ppo and gspo keep the ratio above 1 - clip_low where the advantage is negative."""
     clip_high: float = Field(default=0.2, ge=0)

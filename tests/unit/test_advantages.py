@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.advantages import advantages
+from consumers.advantages import advantages, preference
 
 KINDS = ("grpo", "dr_grpo", "rloo")
 
@@ -39,3 +39,16 @@ def test_equal_rewards_and_single_members_have_no_advantage(kind):
     """Exactly none: 0.1 has a mean that is not quite 0.1."""
     assert of([0.1] * 7, kind) == [0.0] * 7
     assert of([3.0], kind) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "pair"),
+    [
+        ([0.0, 2.0, 1.0, -1.0], (1, 3, True)),
+        ([0.0, 1.0, 1.0, 0.0], (1, 0, True)),  # The first of equals.
+        ([1.0, 1.0, 1.0], (0, 2, False)),
+        ([5.0], (0, 0, False)),
+    ],
+)
+def test_a_groups_pair_is_its_best_and_its_worst(rewards, pair):
+    assert preference(torch.tensor(rewards)) == pair

@@ -383,6 +383,7 @@ def test_settings_are_the_run_files():
     config = LearnerConfig(
         objective="gspo", correction="icepop", normalization="fixed_length", clip_low=0.1, clip_high=0.3, tis_cap=3.0,
         band_low=0.4, band_high=5.0, off_policy_mask=0.2, kl_coefficient=0.5, kl_estimator="k2", entropy_coefficient=0.25,
+        dpo_beta=0.7,
     )  # fmt: skip
     found = dataclasses.asdict(Settings.of(config, fixed_length=77))
     assert found.pop("fixed_length") == 77

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer
 
 from consumers.objectives import BatchSize, Settings, policy_loss
 
@@ -54,7 +54,8 @@ def grpo_loss(v: dict[str, Tensor], *, weights: Tensor | None = None, old: str =
         **{
             "loss_type": "dapo", "importance_sampling_level": "token", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28,
             "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "aux_loss_enabled": False,
-            "max_completion_length": 9, "use_vllm": weights is not None, "vllm_importance_sampling_correction": weights is not None,
+            "max_completion_length": 9, "use_vllm": weights is not None,
+            "vllm_importance_sampling_correction": weights is not None,
             "_entropy_bonus_enabled": False, "current_gradient_accumulation_steps": 1, "use_adaptive_entropy": False,
             "model": SimpleNamespace(training=True), "args": SimpleNamespace(**args), "accelerator": accelerator(),
             "_metrics": {"train": defaultdict(list)}, "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
@@ -124,4 +125,44 @@ def test_policy_losses_are_trls(name):
     (our_loss, our_gradient), (their_loss, their_gradient) = results
     assert our_loss == pytest.approx(their_loss, abs=1e-6)  # TRL keeps some weights in float32.
     torch.testing.assert_close(our_gradient, their_gradient, atol=1e-7, rtol=1e-6)
+    assert our_gradient.abs().max() > 1e-3
+
+
+def dpo_reference(v: dict[str, Tensor], beta: float) -> Tensor:
+    """TRL's loss, whose batch has all chosen rows before all rejected ones, and whose logprobs are 0 where masked."""
+    order = torch.cat([torch.arange(0, len(v["mask"]), 2), torch.arange(1, len(v["mask"]), 2)])
+
+    def padded(name: str) -> Tensor:
+        return torch.where(v["mask"], v[name], torch.zeros(()))[order]
+
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True), accelerator=accelerator(), beta=beta, ld_alpha=None, aux_loss_enabled=False,
+        precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=["sigmoid"], loss_weights=[1.0],
+        use_weighting=False, _total_train_tokens=0, _tp_size=1, _metrics={"train": defaultdict(list)},
+    )  # fmt: skip
+    chosen, rejected = padded("reference").sum(-1).chunk(2)
+    completion = torch.nn.functional.pad(v["mask"][order].long(), (1, 0))  # A prompt of one token.
+    inputs = {
+        "input_ids": completion, "attention_mask": torch.ones_like(completion), "completion_mask": completion,
+        "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+    }  # fmt: skip
+    output = SimpleNamespace(
+        log_probs=padded("logprobs"), entropy=padded("entropy"), mean_logits=torch.zeros(v["mask"].shape), is_top1=v["mask"]
+    )
+    return DPOTrainer._compute_loss(trainer, lambda **_: output, inputs, return_outputs=False)
+
+
+def test_the_preference_loss_is_trls():
+    results = []
+    for mine in (True, False):
+        v = example()
+        v["advantages"] = torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
+        v["logprobs"].requires_grad_(True)
+        settings = dataclasses.replace(BASE, objective="dpo", dpo_beta=0.3)
+        loss = policy_loss(**v, size=BatchSize(6, 1), settings=settings).loss if mine else dpo_reference(v, 0.3)
+        loss.backward()
+        results.append((loss.item(), v["logprobs"].grad))
+    (our_loss, our_gradient), (their_loss, their_gradient) = results
+    assert our_loss == pytest.approx(their_loss, abs=1e-9)
+    torch.testing.assert_close(our_gradient, their_gradient, atol=1e-9, rtol=1e-9)
     assert our_gradient.abs().max() > 1e-3
