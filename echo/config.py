@@ -246,7 +246,8 @@ class WeightsConfig(_Section):
     keep: int | None = Field(default=None, ge=2)
     """Versions kept at least; None is max_staleness + 2."""
     delta_chain: int = Field(default=4, ge=0)
-    """How many versions back a producer can go by deltas instead of whole tensors; as many versions are kept. 0 makes no deltas."""
+    """How many versions a producer can be behind and still pull deltas instead of whole tensors; these versions are kept.
+    0 makes no deltas."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
     read_timeout_s: float = Field(default=60.0, gt=0)
     pull_deadline_s: float = Field(default=600.0, gt=0)
