@@ -80,10 +80,41 @@ def split(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     return parts
 
 
-def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[MicroBatch]:
-    """Padded micro-batches of `rows`, made one at a time."""
-    for part in split([row.trajectory.token_count for row in rows], tokens):
-        yield pad([rows[index] for index in part])
+def shares(lengths: Sequence[int], tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Micro-batches as in `split`, for each rank its own; every rank has equally many.
+
+    With several ranks rows are cut into as few rounds as the budget allows, and then as evenly as that many rounds allow. A
+    rank that a round leaves over has an empty micro-batch there, for which `take` makes one without a trained token.
+    """
+    parts = split(lengths, tokens)
+    if ranks > 1:
+        rounds = -(-len(parts) // ranks)
+        low, high = max(lengths), max(tokens, max(lengths))
+        while low < high:  # The smallest budget that makes so many rounds; a larger one never makes more.
+            middle = (low + high) // 2
+            if len(split(lengths, middle)) <= rounds * ranks:
+                high = middle
+            else:
+                low = middle + 1
+        parts = split(lengths, low)
+        parts += [[]] * (rounds * ranks - len(parts))
+    return [parts[rank::ranks] for rank in range(ranks)]
+
+
+def take(rows: Sequence[Row], part: Sequence[int]) -> MicroBatch:
+    """The micro-batch of these rows; of none, the shortest row with nothing to train: it counts for nothing."""
+    if part:
+        return pad([rows[index] for index in part])
+    shortest = pad([min(rows, key=lambda row: row.trajectory.token_count)])
+    return shortest._replace(loss_mask=torch.zeros_like(shortest.loss_mask))
+
+
+def micro_batches(rows: Sequence[Row], tokens: int, *, ranks: int = 1, rank: int | None = None) -> Iterator[MicroBatch]:
+    """Padded micro-batches of `rows`, made one at a time: those of one rank; None, of one after the other."""
+    found = shares([row.trajectory.token_count for row in rows], tokens, ranks)
+    for share in found if rank is None else [found[rank]]:
+        for part in share:
+            yield take(rows, part)
 
 
 def pad(rows: Sequence[Row]) -> MicroBatch:

@@ -5,6 +5,7 @@
     echo-train run.yaml --resume checkpoints/step-0000010
     echo-train run.yaml --replay 12
     echo-train run.yaml --dry-run
+    accelerate launch --multi_gpu --num_processes 4 -m consumers.cli run.yaml
 
 `--replay` trains nothing: it fetches a past step's records from the log, rebuilds its batch, and says whether it is the one
 that was trained, byte for byte. It may run beside the trainer.
@@ -14,6 +15,7 @@ for (SIGINT or SIGTERM; a second one ends at once with 130 or 143), 2 where the 
 other failure, with one line that says what; a replayed batch that differs is one.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -65,22 +67,41 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     from prometheus_client import CollectorRegistry
 
     from echo.metrics import MetricsServer, TrainerMetrics
-    from echo.process import StopSignal, configure_logging, end_with_asking_parent
+    from echo.process import StopSignal, configure_logging, die_with_parent, end_with_asking_parent
 
     end_with_asking_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A launcher that is killed ends none of its ranks.
+        die_with_parent(os.getppid())
     configure_logging(json=log_json)
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
+    if _rank() > 0:
+        # Asked to stop, it goes on until rank 0, which was asked, too, has come to its end.
+        from consumers.learner import follow
+
+        follow(run)
+        return
     metrics = TrainerMetrics(run.run_id, CollectorRegistry())
     server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.train_port, key="metrics.train_port")
     try:
         structlog.get_logger("train").info("metrics are served", url=server.url)
+        from consumers.learner import team_of
         from consumers.wiring import kafka_clients, trainer_of
 
-        with trainer_of(run, kafka_clients(run, stop=stop), metrics=metrics, stop=stop) as trainer:
+        with (
+            team_of(run) as team,
+            trainer_of(run, kafka_clients(run, stop=stop), metrics=metrics, stop=stop, team=team) as trainer,
+        ):
             trainer.run()
     finally:
         server.close()
+
+
+def _rank() -> int:
+    """This process's place among those of one trainer: launchers tell it by environment."""
+    names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def _resuming(run, resume: str):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The learner: groups in, one optimiser step, weights out. Model, AdamW and accelerate.
+"""The learner: groups in, one optimiser step, weights out. One process, or several ranks (see `parallel.py`) that act as one.
 
 Refuses to know Kafka, HTTP or files other than the model's own; when to step, publish and save is `train.py`'s business.
 
@@ -12,12 +12,17 @@ were kept, which the learner can't rebuild: its own are lower by -log(kept mass)
 factor, and mismatch_kl shows it. Prefer full sampling where the correction matters.
 
 On a CPU with a fixed number of threads, equal seeds and inputs give equal bits, also across `state` and `load_state`.
+
+Ranks share out a batch's micro-batches; what is summed over them is divided by what the whole batch holds, so that the gradient
+is that of one process, up to rounding, however many ranks there are.
 """
 
-import inspect
+import copy
+import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,37 +30,25 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as hf_logging
+from torch.nn.parallel import DistributedDataParallel
+from transformers import get_scheduler
 
 from consumers import batching
 from consumers.batching import MicroBatch
 from consumers.groups import Group
+from consumers.handover import pack, unpack
+from consumers.model import Policy, host_tensor
 from consumers.objectives import BatchSize, Settings, TokenLoss, policy_loss, token_logprobs
-from echo.config import RunConfig
+from consumers.parallel import Command, Team, whole
+from echo.config import LearnerConfig, RunConfig
 from echo.errors import CheckpointError, ConfigError, RecordError
 from echo.weights.manifest import HostTensor
 
 log = structlog.get_logger("learner")
 
-_MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# torch -> safetensors names, those that a state dict may hold.
-_DTYPE_NAME = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -68,8 +61,11 @@ class StepStats:
     clipped_ratio, truncated_ratio: shares of tokens, see `objectives.policy_loss`. entropy: nats.
     mismatch_kl: KL(behaviour || learner) in nats, by staleness of the trajectory: "0" and ">0", each only where it has
     tokens. At "0" it is the engines' difference, plus the steps taken since the last publication where publish_every > 1.
+    ess_ratio: effective sample size of the importance weights q = learner / behaviour, (sum q)^2 / sum q^2, as a share of the
+    tokens: 1 where all weigh the same. reference_kl: nats, 0 without a reference. learning_rate: of this step.
     tokens: prompt and completion tokens. loss_tokens: those that are trained. staleness: one per trajectory, in versions.
-    backward_seconds includes the optimiser.
+    seconds: wall time by phase: unpack (groups to micro-batches on the device, other ranks told), forward, backward (which
+    includes the optimiser).
     """
 
     loss: float
@@ -80,60 +76,86 @@ class StepStats:
     mismatch_kl: dict[str, float]
     tokens: int
     loss_tokens: int
+    ess_ratio: float
+    reference_kl: float
+    learning_rate: float
     reward_mean: float
+    reward_std: float
     staleness: list[int]
-    forward_seconds: float
-    backward_seconds: float
+    seconds: dict[str, float]
     skipped: bool
 
 
 class Learner:
-    """Model and optimiser of one run.
+    """Model and optimiser of one run. Every rank has one; those that don't lead live in `follow`.
 
-    identity: the model's name, for records and manifests. positions: tokens that a row may have, None without a bound.
+    team: the ranks, found from the environment by default. identity: the model's name, for records and manifests. positions:
+    tokens that a row may have, None without a bound.
     Raises ConfigError where the model can't be loaded or the settings don't fit this host.
     """
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, team: Team | None = None) -> None:
         self._run = run
         self._settings = Settings.of(run.learner, fixed_length=run.sampling.max_tokens)
         if run.learner.threads:
             torch.set_num_threads(run.learner.threads)
         set_seed(run.seed)
-        try:
-            self._accelerator = Accelerator(mixed_precision=_MIXED_PRECISION[run.model.dtype])
-        except ValueError as error:
-            raise ConfigError(f"model.dtype {run.model.dtype} can't be used here: {error}") from None
-        if run.model.dtype == "float16" and self._accelerator.scaler is None:
-            raise ConfigError("model.dtype float16 needs loss scaling, so a GPU: take bfloat16 or float32 on this host")
-        if self._accelerator.num_processes > 1:
-            raise ConfigError(
-                f"echo-train was launched as {self._accelerator.num_processes} processes; it runs as one. Start it without "
-                "`accelerate launch`, or with --num_processes 1"
-            )
-        self._device = self._accelerator.device
-        self._module = _load_model(run.model.path)
+        self._team = team or team_of(run)
+        self._accelerator, self._device = self._team.accelerator, self._team.device
         self.identity = Path(run.model.path).name if Path(run.model.path).is_dir() else run.model.path
-        self.vocabulary = int(self._module.get_input_embeddings().num_embeddings)
-        self.positions: int | None = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
-        if self.positions is not None and (run.batch.max_tokens or 0) > self.positions:
-            raise ConfigError(f"batch.max_tokens is {run.batch.max_tokens}, {self.identity} has {self.positions} positions")
-        self._module.eval()  # Gradients flow all the same; dropout must not.
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self._module.forward).parameters
-        self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        with self._team.together(Command.BUILD, lambda: _agreed(run)):
+            self._policy = Policy(run.model.path, lora=run.learner.lora, recompute=run.learner.gradient_checkpointing)
+            self.vocabulary, self.positions = self._policy.vocabulary, self._policy.positions
+            if self.positions is not None and (run.batch.max_tokens or 0) > self.positions:
+                raise ConfigError(f"batch.max_tokens is {run.batch.max_tokens}, {self.identity} has {self.positions} positions")
+            self._module = self._policy.module
+            self._team.level(self._module)
+            self._reference = self._make_reference()
+            self._model = self._team.wrap(self._module)
+        self._parameters = self._policy.trained
         self._adam = torch.optim.AdamW(
             self._parameters.values(),
             lr=run.learner.lr,
             betas=run.learner.betas,
             weight_decay=run.learner.weight_decay,
         )
-        self._model, self._optimizer = self._accelerator.prepare(self._module, self._adam)
+        self._optimizer = self._accelerator.prepare(self._adam)
+        self._schedule = schedule(run.learner)
+        self._steps = 0
         if run.sampling.top_p < 1 or run.sampling.top_k > 0:
             log.warning(
                 "top_p or top_k cuts the sampling distribution; importance weights are too small by the mass that was kept",
                 top_p=run.sampling.top_p,
                 top_k=run.sampling.top_k,
             )
+
+    @property
+    def ranks(self) -> int:
+        return self._team.size
+
+    def check_ranks(self) -> None:
+        """Raise RankError where another rank is gone. To be asked while there is nothing to step on."""
+        self._team.check()
+
+    def follow(self) -> None:
+        """What every rank but the first does: its part in each command, until the run ends. Raises RankError."""
+        while True:
+            command, payload = self._team.listen()
+            if command is Command.STEP:
+                self.step(*unpack(payload))
+            elif command is Command.PUBLISH:
+                for _ in self.host_tensors():
+                    pass
+            elif command is Command.ADAPTERS:
+                for _ in self.adapter_tensors():
+                    pass
+            elif command is Command.STATE:
+                self.state()
+            elif command is Command.LOAD:
+                self._receive_state(payload)
+            else:
+                assert command is Command.END, command
+                return
 
     def check(self, group: Group) -> None:
         """Raise RecordError, naming the trajectory, where this model can't be trained on the group."""
@@ -158,31 +180,42 @@ class Learner:
             raise ValueError("a step needs at least one group")
         for group in groups:
             self.check(group)
+        started = self._now()
+        with self._team.together(Command.STEP, lambda: pack(groups, newest_version)):
+            return self._step(groups, newest_version, started)
+
+    def _step(self, groups: Sequence[Group], newest_version: int, started: float) -> StepStats:
         rows = batching.make_rows(groups, newest_version, self._run.learner.advantage)
         loss_tokens = sum(int(row.trajectory.loss_mask.sum()) for row in rows)
+        for group in self._adam.param_groups:
+            group["lr"] = self._run.learner.lr * self._schedule(self._steps)
         sums = _Sums(self._device)
-        forward_seconds = backward_seconds = 0.0
-        for cpu_batch in batching.micro_batches(rows, self._run.learner.tokens_per_microbatch):
-            started = self._now()
-            batch = cpu_batch.to(self._device)
-            found = self._loss(batch, BatchSize(len(rows), loss_tokens))
-            sums.add(found, batch)
-            middle = self._now()
-            self._accelerator.backward(found.loss)
-            forward_seconds += middle - started
-            backward_seconds += self._now() - middle
-        started = self._now()
-        norm = self._accelerator.clip_grad_norm_(list(self._parameters.values()), self._run.learner.grad_clip)
-        total = sums.read(norm)
+        budget = self._run.learner.tokens_per_microbatch
+        parts = batching.micro_batches(rows, budget, ranks=self._team.size, rank=self._team.rank)
+        clock = _Clock(self._now, started)
+        for part, last in _marking_last(parts):
+            batch = part.to(self._device)
+            clock.lap("unpack")
+            with self._accumulating(last=last):
+                found = self._loss(batch, BatchSize(len(rows), loss_tokens))
+                sums.add(found, batch)
+                clock.lap("forward")
+                # Ranks average their gradients; what is wanted is the sum.
+                self._accelerator.backward(found.loss * self._team.size if self._team.size > 1 else found.loss)
+                clock.lap("backward")
+        norm = whole(self._accelerator.clip_grad_norm_(list(self._parameters.values()), self._run.learner.grad_clip))
+        total = sums.read(norm, self._team)
         skipped = loss_tokens == 0 or not (np.isfinite(total["loss"]) and np.isfinite(total["grad_norm"]))
         if not skipped:
             self._optimizer.step()
         elif self._accelerator.scaler is not None:
             self._accelerator.scaler.update()  # An overflow lowers the scale: the next step may fit.
         self._optimizer.zero_grad()
-        backward_seconds += self._now() - started
+        self._steps += 1
+        clock.lap("backward")
         if skipped:
             log.warning("step skipped", loss=total["loss"], grad_norm=total["grad_norm"], loss_tokens=loss_tokens)
+        rewards = [row.trajectory.reward for row in rows]
         tokens = max(1, loss_tokens)
         return StepStats(
             loss=total["loss"],
@@ -193,37 +226,49 @@ class Learner:
             mismatch_kl={
                 key: total[f"mismatch {key}"] / total[f"tokens {key}"] for key in ("0", ">0") if total[f"tokens {key}"]
             },
+            ess_ratio=total["weight"] ** 2 / (tokens * total["weight squared"]) if total["weight squared"] else 0.0,
+            reference_kl=total["reference"] / tokens,
+            learning_rate=float(self._adam.param_groups[0]["lr"]),
             tokens=sum(row.trajectory.token_count for row in rows),
             loss_tokens=loss_tokens,
-            reward_mean=float(np.mean([row.trajectory.reward for row in rows])),
+            reward_mean=float(np.mean(rewards)),
+            reward_std=float(np.std(rewards)) if np.isfinite(rewards).all() else float("nan"),
             staleness=[row.staleness for row in rows],
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
+            seconds=clock.seconds,
             skipped=skipped,
         )
 
     def host_tensors(self) -> Iterator[HostTensor]:
-        """The policy in `weights.dtype`, tensor by tensor, by HF state-dict name; tied weights once, under their source's name.
+        """The policy in `weights.dtype`, tensor by tensor, by HF state-dict name, adapters merged; of tied weights the source.
 
-        Each tensor's bytes are a copy of their own. Finish iterating before the next step.
+        Each tensor's bytes are a copy of their own. Iterate to the end before the next step.
         """
-        dtype = _TORCH_DTYPE[self._run.weights.dtype]
-        for name, value in self._weights().items():
-            target = dtype if value.is_floating_point() else value.dtype
-            host = value.to("cpu", target, copy=True).contiguous()
-            data = host.reshape(-1).view(torch.uint8).numpy().data
-            yield HostTensor(name, _DTYPE_NAME[target], tuple(host.shape), data)
+        with self._gathering(Command.PUBLISH):
+            for name, value in self._policy.weights():
+                yield host_tensor(name, value, _TORCH_DTYPE[self._run.weights.dtype])
+
+    def adapter_tensors(self) -> Iterator[HostTensor]:
+        """The adapters alone, in float32 as they are trained, by the names of peft's files; nothing without learner.lora.
+
+        To be iterated as `host_tensors` is.
+        """
+        if not self._policy.lora:
+            return
+        with self._gathering(Command.ADAPTERS):
+            for name, value in self._policy.adapters():
+                yield host_tensor(name, value, torch.float32)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that the next step depends on: named tensors and a JSON-able rest.
+        """Everything that the next step depends on: named tensors, whole whatever the ranks, and a JSON-able rest.
 
         Tensors are the live ones where they are on the CPU already: save them before the next step. Hyperparameters are not
-        part of it; they are the run file's.
+        part of it, they are the run file's; nor is the frozen base of adapters, which is `model.path`'s.
         """
-        tensors = {f"model.{name}": value.cpu() for name, value in self._weights().items()}
-        for name, parameter in self._parameters.items():
-            for moment, value in self._adam.state.get(parameter, {}).items():
-                tensors[f"optimizer.{moment}.{name}"] = value.detach().cpu()
+        with self._gathering(Command.STATE):
+            tensors = {f"model.{name}": whole(value).cpu() for name, value in self._policy.held().items()}
+            for name, parameter in self._parameters.items():
+                for moment, value in self._adam.state.get(parameter, {}).items():
+                    tensors[f"optimizer.{moment}.{name}"] = whole(value.detach()).cpu()
         tensors["rng.torch"] = torch.get_rng_state()
         if self._device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
@@ -231,6 +276,8 @@ class Learner:
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         meta: dict[str, Any] = {
             "identity": self.identity,
+            "base": self._policy.base_digest,
+            "steps": self._steps,
             "rng": {
                 "python": [version, list(words), gauss],
                 "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
@@ -241,13 +288,14 @@ class Learner:
         return tensors, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Become what `state` described: the steps that follow are the same, bit for bit.
+        """Become what `state` described, also where that had another number of ranks: with one process, and the same number of
+        threads, the steps that follow are the same, bit for bit.
 
         Raises CheckpointError, with nothing changed, where tensors are missing or of another model.
         """
-        weights = self._weights()
+        held = self._policy.held()
         moments = [name for name in self._parameters if f"optimizer.step.{name}" in tensors]
-        shapes = {f"model.{name}": value.shape for name, value in weights.items()}
+        shapes = {f"model.{name}": value.shape for name, value in held.items()}
         for name in moments:
             shapes |= {f"optimizer.{moment}.{name}": self._parameters[name].shape for moment in ("exp_avg", "exp_avg_sq")}
         shapes["rng.torch"] = torch.get_rng_state().shape
@@ -256,21 +304,42 @@ class Learner:
         if wrong:
             raise CheckpointError(
                 f"the checkpoint is not of model {self.identity!r}: {len(wrong)} tensors are missing, unknown or of another "
-                f"shape ({', '.join(wrong[:3])}): set model.path to the model that it was made with"
+                f"shape ({', '.join(wrong[:3])}): set model.path and learner.lora as they were when it was made"
             )
-        with torch.no_grad():
-            for name, value in weights.items():
-                value.copy_(tensors[f"model.{name}"])
+        if meta.get("base", "") != self._policy.base_digest:
+            raise CheckpointError(
+                f"the checkpoint's adapters are of another base than model.path {self._run.model.path!r}: set the one they had"
+            )
+        kinds = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
+        with self._team.together(Command.LOAD, lambda: json.dumps({"tensors": kinds, "meta": dict(meta)}).encode()):
+            self._become(((name, self._team.from_leader(tensors[name].contiguous())) for name in kinds), meta)
+
+    def _receive_state(self, payload: bytes) -> None:
+        """A follower's `load_state`: the tensors come from rank 0, one at a time."""
+        told = json.loads(payload)
+        empty = ((name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, (dtype, shape) in told["tensors"].items())
+        with self._team.together(Command.LOAD):
+            self._become(((name, self._team.from_leader(value)) for name, value in empty), told["meta"])
+
+    def _become(self, tensors: Iterable[tuple[str, Tensor]], meta: Mapping[str, Any]) -> None:
+        held = self._policy.held()
         self._adam.state.clear()
-        for name in moments:
-            parameter = self._parameters[name]
-            for moment in _MOMENTS:
-                value = tensors[f"optimizer.{moment}.{name}"]
+        for name, value in tensors:
+            kind, _, rest = name.partition(".")
+            if kind == "model":
+                with torch.no_grad():
+                    held[rest].copy_(self._team.local(value, held[rest]))
+            elif kind == "optimizer":
+                moment, _, place = rest.partition(".")
+                parameter = self._parameters[place]
                 # AdamW keeps its step counts on the host.
-                self._adam.state[parameter][moment] = value.to("cpu" if moment == "step" else parameter.device, copy=True)
-        torch.set_rng_state(tensors["rng.torch"])
-        if self._device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
+                part = value.clone() if moment == "step" else self._team.local(value, parameter.detach()).clone()
+                self._adam.state[parameter][moment] = part
+            elif name == "rng.torch":
+                torch.set_rng_state(value)
+            elif self._device.type == "cuda":
+                torch.cuda.set_rng_state(value, self._device)
+        self._steps = int(meta.get("steps", 0))
         version, words, gauss = meta["rng"]["python"]
         random.setstate((version, tuple(words), gauss))
         kind, keys, position, has_gauss, cached = meta["rng"]["numpy"]
@@ -278,24 +347,52 @@ class Learner:
         if self._accelerator.scaler is not None and "scaler" in meta:
             self._accelerator.scaler.load_state_dict(dict(meta["scaler"]))
 
-    def _loss(self, batch: MicroBatch, size: BatchSize) -> TokenLoss:
-        """Forward pass and objective of one micro-batch; only the positions from `first` on are looked at."""
-        first, settings = batch.first, self._settings
-        keep = batch.input_ids.shape[1] - first + 1
-        output = self._model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-            **({"logits_to_keep": keep} if self._keeps_logits else {}),
-        )
+    def _gathering(self, command: Command) -> AbstractContextManager[None]:
+        """Sharded tensors are gathered by all ranks together; whole ones need nobody else."""
+        return nullcontext() if self._team.sharding == "none" else self._team.together(command)
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Whole gradients are averaged over ranks once, after the last micro-batch; sharded ones each time: they must fit."""
+        if last or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return self._model.no_sync()
+
+    def _make_reference(self) -> Any:
+        """The initial policy, frozen, where the objective asks for one: a second model, or the base without its adapters."""
+        if not self._settings.kl_coefficient or self._policy.lora:
+            return None
+        return self._team.shard(copy.deepcopy(self._module).requires_grad_(False))
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        if not self._settings.kl_coefficient:
+            return None
+        bare = self._module.disable_adapter() if self._policy.lora else nullcontext()
+        with torch.no_grad(), bare:
+            return self._logprobs(self._reference if self._reference is not None else self._module, batch)[0]
+
+    def _logprobs(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs of the tokens from position `first` on, and entropies, (N, T - first) each; only there logits are made."""
+        keep = batch.input_ids.shape[1] - batch.first + 1
+        with self._accelerator.autocast():
+            output = model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                use_cache=False,
+                **({"logits_to_keep": keep} if self._policy.keeps_logits else {}),
+            )
         # The logits at position t are about the token at t + 1.
-        logits = output.logits[:, -keep:-1]
-        logprobs, entropy = token_logprobs(
-            logits,
-            batch.input_ids[:, first:],
+        return token_logprobs(
+            output.logits[:, -keep:-1],
+            batch.input_ids[:, batch.first :],
             batch.temperatures,
-            entropy_gradient=settings.entropy_coefficient > 0,
+            entropy_gradient=self._settings.entropy_coefficient > 0,
         )
+
+    def _loss(self, batch: MicroBatch, size: BatchSize) -> TokenLoss:
+        """Forward pass and objective of one micro-batch."""
+        first, settings = batch.first, self._settings
+        reference = self._reference_logprobs(batch)
+        logprobs, entropy = self._logprobs(self._model, batch)
         return policy_loss(
             logprobs,
             proximal=logprobs.detach(),  # One step per batch: the policy at its beginning is the one in hand.
@@ -305,17 +402,8 @@ class Learner:
             entropy=entropy,
             size=size,
             settings=settings,
+            reference=reference,
         )
-
-    def _weights(self) -> dict[str, Tensor]:
-        """The state dict, live, each storage once: of tied weights the source, as `save_pretrained` keeps it."""
-        everything = self._module.state_dict()
-        tied: dict[str, str] = self._module.all_tied_weights_keys
-        return {
-            name: value
-            for name, value in everything.items()
-            if not (name in tied and tied[name] in everything and everything[tied[name]].data_ptr() == value.data_ptr())
-        }
 
     def _now(self) -> float:
         """The clock, once the device has done what it was asked to."""
@@ -324,13 +412,48 @@ class Learner:
         return time.perf_counter()
 
 
-class _Sums:
-    """Sums over micro-batches, kept in float64 on the device and read once."""
+def _marking_last(parts: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+    iterator = iter(parts)
+    held = next(iterator)
+    for part in iterator:
+        yield held, False
+        held = part
+    yield held, True
 
-    _NAMES = ("loss", "entropy", "clipped", "truncated", "mismatch 0", "mismatch >0", "tokens 0", "tokens >0", "grad_norm")
+
+class _Clock:
+    """Seconds by phase: `lap` gives the time since the last lap to one of them."""
+
+    def __init__(self, now: Callable[[], float], started: float) -> None:
+        self._now = now
+        self._last = started
+        self.seconds = dict.fromkeys(("unpack", "forward", "backward"), 0.0)
+
+    def lap(self, phase: str) -> None:
+        now = self._now()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+
+class _Sums:
+    """Sums over micro-batches, kept in float64 on the device, and over ranks; read once."""
+
+    _NAMES = (
+        "loss",
+        "entropy",
+        "clipped",
+        "truncated",
+        "weight",
+        "weight squared",
+        "reference",
+        "mismatch 0",
+        "mismatch >0",
+        "tokens 0",
+        "tokens >0",
+    )
 
     def __init__(self, device: torch.device) -> None:
-        self._values = torch.zeros(len(self._NAMES) - 1, dtype=torch.float64, device=device)
+        self._values = torch.zeros(len(self._NAMES), dtype=torch.float64, device=device)
 
     def add(self, found: TokenLoss, batch: MicroBatch) -> None:
         fresh = batch.staleness == 0
@@ -340,6 +463,9 @@ class _Sums:
             found.entropy,
             found.clipped,
             found.truncated,
+            found.weight,
+            found.weight_squared,
+            found.reference_kl,
             found.mismatch[fresh].sum(),
             found.mismatch[~fresh].sum(),
             tokens[fresh].sum(),
@@ -347,25 +473,44 @@ class _Sums:
         )
         self._values += torch.stack([part.double() for part in parts])
 
-    def read(self, grad_norm: Tensor) -> dict[str, float]:
-        values = torch.cat([self._values, grad_norm.detach().double().reshape(1)])
-        return dict(zip(self._NAMES, values.tolist(), strict=True))
+    def read(self, grad_norm: Tensor, team: Team) -> dict[str, float]:
+        values = torch.cat([team.sum(self._values), grad_norm.detach().double().reshape(1)])
+        return dict(zip((*self._NAMES, "grad_norm"), values.tolist(), strict=True))
 
 
-def _load_model(path: str) -> Any:
-    """The model in float32, whole: never unpickled, and no tensor left to a random initialisation."""
-    hf_logging.disable_progress_bar()  # Standard error is for the log.
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {path!r}: can't be loaded: {error}") from error
-    model, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise ConfigError(
-            f"model.path {path!r}: {len(missing)} tensors are missing, {', '.join(missing[:3])} among them: "
-            "is the download complete, and is it a causal language model?"
-        )
-    return model
+def team_of(run: RunConfig) -> Team:
+    """The ranks of this run's trainer. Raises ConfigError, RankError."""
+    return Team(precision=run.model.dtype, timeout_s=run.learner.rank_timeout_s, sharding=run.learner.sharding)
+
+
+def follow(run: RunConfig) -> None:
+    """A rank other than the first, from its start to the end of the run. Raises ConfigError, RankError."""
+    with team_of(run) as team:
+        log.info("rank follows", rank=team.rank, ranks=team.size)
+        command, payload = team.listen()
+        if command is Command.BUILD:
+            if payload != _agreed(run):
+                raise ConfigError(f"rank {team.rank} has another run file than rank 0: model, learner or sampling differ")
+            Learner(run, team).follow()
+
+
+def _agreed(run: RunConfig) -> bytes:
+    """What ranks must have in common, beside the model's weights, which rank 0 gives to all."""
+    part = run.model_dump_json(
+        include={"seed": True, "model": {"dtype"}, "learner": True, "sampling": True, "weights": {"dtype"}}
+    )
+    return part.encode()
+
+
+def schedule(config: LearnerConfig) -> Callable[[int], float]:
+    """Factor of the learning rate by steps done, from transformers: linear warm-up from 0, then as `schedule` says."""
+    name = "constant_with_warmup" if config.schedule == "constant" else config.schedule
+    # Its function of the step alone is taken: a state that is one number is restored exactly.
+    made = get_scheduler(
+        name,
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.steps,
+    )
+    factor: Callable[[int], float] = made.lr_lambdas[0]
+    return factor

@@ -28,6 +28,7 @@ from consumers.reader import TrajectoryReader
 from consumers.requester import Requester
 from echo.config import RunConfig
 from echo.control import Grant
+from echo.errors import TrainingError
 from echo.journal import Interval, Journal
 from echo.log import LogGroupOffsets
 from echo.metrics import TrainerMetrics
@@ -87,12 +88,14 @@ class Trainer:
         self.step = step
         self._unjournaled: list[Resolution] = []
         self._checkpointed_step: int | None = None
+        self._skipped_in_row = 0
         # Counters of this process; the ledger's numbers are the lineage's.
         self._seen = intake.stats()
         self._outcomes = Outcomes(metrics)
         self._shown_producers: set[str] = set()
         metrics.staleness_bound.set(run.staleness_bound)
         metrics.buffer_limit_bytes.set(run.batch.buffer_bytes)
+        metrics.ranks.set(learner.ranks)
 
     def run(self) -> None:
         """Train until the steps are done or a stop is asked for. Raises EchoError."""
@@ -130,6 +133,7 @@ class Trainer:
                 self._reader.check()
                 self._fleet.check()
                 self._check_children()
+                self._learner.check_ranks()
                 self._settle()
                 self._show_intake()
                 if batch is not None:
@@ -141,8 +145,9 @@ class Trainer:
     def _train(self, batch: list[Group]) -> None:
         newest = self._publisher.newest
         began = self._clock()
-        with self._phase("forward_backward"):
-            stats = self._learner.step(batch, newest)
+        stats = self._learner.step(batch, newest)
+        for phase, seconds in stats.seconds.items():
+            self._metrics.phase_seconds.labels(self._run.run_id, phase).inc(seconds)
         self.step += 1
         self._intake.trained(batch, Reason.NONFINITE if stats.skipped else Reason.TRAINED)
         resolved = dict(Counter(incarnation_of(group.group_id) for group in batch))
@@ -155,6 +160,14 @@ class Trainer:
         self._show_intake()
         self._write_journal(batch, stats, newest, self._clock() - began)
         self._show_step(stats, batch, newest)
+        self._skipped_in_row = self._skipped_in_row + 1 if stats.skipped else 0
+        if self._skipped_in_row >= self._run.learner.max_skipped:
+            raise TrainingError(
+                f"{self._skipped_in_row} steps in a row, up to step {self.step}, were left out: loss {stats.loss:g}, "
+                f"gradient norm {stats.grad_norm:g}, {stats.loss_tokens} tokens to train. Weights are as before the first of "
+                "them, and the last checkpoint stands. Look at the rewards and masks of these records (echo-tail), lower "
+                "learner.lr, or raise learner.max_skipped"
+            )
 
     def _publish(self, resolved: dict[str, int]) -> None:
         """Publish the learner's policy and announce it. `resolved` groups are told with it, never before: a producer that
@@ -208,11 +221,13 @@ class Trainer:
             {
                 "step": self.step,
                 "version": newest,
-                # These four and the version are what `--replay` needs.
+                # These six and the version are what `--replay` needs.
                 "batch": [[group.group_id, *[[m.partition, m.offset] for m in group.members]] for group in batch],
                 "digest": batch_digest(batch),
                 "cluster": self._cluster_id,
                 "tokens_per_microbatch": self._run.learner.tokens_per_microbatch,
+                "ranks": self._learner.ranks,
+                "advantage": self._run.learner.advantage,
                 "resolved": by_reason(self._unjournaled),
                 "skipped": stats.skipped,
                 "reward_mean": stats.reward_mean,
@@ -286,8 +301,15 @@ class Trainer:
         m, run_id = self._metrics, self._run.run_id
         m.step.set(self.step)
         m.reward_mean.set(stats.reward_mean)
+        m.reward_std.set(stats.reward_std)
         m.tokens.inc(stats.tokens)
+        m.tokens_per_second.set(stats.tokens / sum(stats.seconds.values()))
+        m.learning_rate.set(stats.learning_rate)
+        m.steps_skipped.inc(stats.skipped)
         if not stats.skipped:
+            m.ess_ratio.set(stats.ess_ratio)
+            if self._run.learner.kl_coefficient:
+                m.reference_kl.labels(run_id).set(stats.reference_kl)
             m.loss.set(stats.loss)
             m.grad_norm.set(stats.grad_norm)
             m.entropy.set(stats.entropy)

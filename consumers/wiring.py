@@ -21,6 +21,7 @@ from consumers.intake import Intake
 from consumers.learner import Learner
 from consumers.ledger import Ledger
 from consumers.lineage import abandoned
+from consumers.parallel import Team
 from consumers.policy import ControlWriter, PolicyPublisher, Told, read_told
 from consumers.reader import TrajectoryReader
 from consumers.requester import Requester
@@ -86,13 +87,15 @@ def kafka_clients(run: RunConfig, *, stop: StopSignal) -> Clients:
 
 
 @contextmanager
-def trainer_of(run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, stop: StopSignal) -> Iterator[Trainer]:
-    """Open everything that the run file names; close it in reverse. Raises EchoError."""
+def trainer_of(
+    run: RunConfig, clients: Clients, *, metrics: TrainerMetrics, stop: StopSignal, team: Team | None = None
+) -> Iterator[Trainer]:
+    """Open everything that the run file names; close it in reverse. team: the ranks that it leads. Raises EchoError."""
     names = clients.topics
     checkpoints = CheckpointStore(run.checkpoint.dir, run.run_id, run.checkpoint.keep)
     loaded = _loaded(checkpoints, run.checkpoint.resume)
     restored: Mapping[str, Any] = {}
-    learner = Learner(run)
+    learner = Learner(run, team)
     if loaded is not None:
         _refuse_other_cluster(loaded, clients.cluster_id)
         log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)

@@ -16,7 +16,9 @@
     │   └── PullCancelled    the caller gave up a pull: a newer version was announced, or it stops
     ├── EngineError          an inference engine failed
     ├── TaskError            a task can't be built or scored
-    └── CheckpointError      a checkpoint is incomplete, damaged, or belongs to another run
+    ├── CheckpointError      a checkpoint is incomplete, damaged, or belongs to another run
+    ├── TrainingError        the run can't go on: its steps are not finite any more
+    └── RankError            another rank of the trainer is gone
 
 A message names the place (file, key, topic, partition, offset, URL) and says what to do.
 """
@@ -98,3 +100,11 @@ class TaskError(EchoError):
 
 class CheckpointError(EchoError):
     """A checkpoint is incomplete, damaged, or belongs to another run."""
+
+
+class TrainingError(EchoError):
+    """Step after step is not finite: going on would train nothing."""
+
+
+class RankError(EchoError):
+    """Another rank of this trainer is gone, or does not answer."""

@@ -57,6 +57,7 @@ class TrainerMetrics:
         self.staleness_bound = gauge("echo_train_staleness_bound_versions", "S, the largest staleness trained").labels(run_id)
         self.staleness_max = gauge("echo_train_staleness_max_versions", "Largest staleness in the last batch").labels(run_id)
         self.reward_mean = gauge("echo_train_reward_mean", "Mean reward of the last batch").labels(run_id)
+        self.reward_std = gauge("echo_train_reward_std", "Standard deviation of the rewards of the last batch").labels(run_id)
         self.step = gauge("echo_train_step", "Optimiser steps done").labels(run_id)
         self.policy_version = gauge("echo_train_policy_version", "Newest announced policy version").labels(run_id)
         self.loss = gauge("echo_train_loss", "Loss of the last step").labels(run_id)
@@ -66,12 +67,22 @@ class TrainerMetrics:
         self.truncated_ratio = gauge(
             "echo_train_truncated_ratio", "Share of tokens whose importance weight met its cap"
         ).labels(run_id)
+        self.ess_ratio = gauge(
+            "echo_train_ess_ratio", "Effective sample size of the importance weights, as a share of the batch's tokens"
+        ).labels(run_id)
+        self.reference_kl = gauge("echo_train_reference_kl_nats", "KL estimate from the reference policy")
+        self.learning_rate = gauge("echo_train_learning_rate", "Learning rate of the last step").labels(run_id)
+        self.steps_skipped = counter("echo_train_steps_skipped", "Steps left out, their gradient not finite").labels(run_id)
+        self.ranks = gauge("echo_train_ranks", "Processes that train together").labels(run_id)
         self.mismatch_kl = gauge(
             "echo_train_mismatch_kl_nats",
             "KL estimate between behaviour and learner logprobs, before the first update of a batch",
             ("staleness",),
         )
         self.tokens = counter("echo_train_tokens", "Prompt and completion tokens trained").labels(run_id)
+        self.tokens_per_second = gauge(
+            "echo_train_tokens_per_second", "Tokens of the last batch over the time that its step took, waiting left out"
+        ).labels(run_id)
         self.completion_tokens = histogram("echo_train_completion_tokens", "Completion length", TOKEN_BUCKETS, ("outcome",))
         self.outcome_reward_mean = gauge(
             "echo_train_outcome_reward_mean",
@@ -79,7 +90,7 @@ class TrainerMetrics:
             ("outcome", "task"),
         )
         self.phase_seconds = counter(
-            "echo_train_phase_seconds", "Time spent: wait, unpack, forward_backward, publish, checkpoint", ("phase",)
+            "echo_train_phase_seconds", "Time spent: wait, unpack, forward, backward, publish, checkpoint", ("phase",)
         )
         self.checkpoints = counter("echo_train_checkpoints", "Checkpoints written").labels(run_id)
         self.announcements = counter("echo_train_announcements", "Policies announced").labels(run_id)

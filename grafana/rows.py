@@ -403,6 +403,46 @@ def learner() -> list[Panel]:
             ],
         ),
         graph(
+            "Effective sample size",
+            "Of the importance weights, as a share of the batch's tokens: near 1 the batch is as good as the learner's own.",
+            units.PercentUnit,
+            [Query(trainer("echo_train_ess_ratio"), "effective")],
+            largest=1,
+        ),
+        graph(
+            "KL from the reference",
+            "KL estimate from the reference policy, where the objective has one.",
+            "suffix: nats",
+            [Query(trainer("echo_train_reference_kl_nats"), "KL")],
+        ),
+        graph(
+            "Reward spread",
+            "Standard deviation of the last batch's rewards; where all are equal there is nothing to learn.",
+            units.Short,
+            [Query(trainer("echo_train_reward_std"), "standard deviation")],
+        ),
+        graph(
+            "Learning rate",
+            "Of the last step.",
+            units.Short,
+            [Query(trainer("echo_train_learning_rate"), "learning rate")],
+        ),
+        graph(
+            "Steps left out",
+            "Steps whose gradient was not finite; learner.max_skipped of them in a row end the run.",
+            units.Short,
+            [Query(f"increase({trainer('echo_train_steps_skipped_total')}[$__rate_interval])", "left out")],
+        ),
+        graph(
+            "Training speed",
+            "Tokens of the last batch over the time that its step took, waiting left out, and the processes that shared it.",
+            "suffix: tokens/s",
+            [
+                Query(trainer("echo_train_tokens_per_second"), "tokens per second"),
+                Query(trainer("echo_train_ranks"), "ranks"),
+            ],
+        ),
+        graph(
             "Mismatch by staleness",
             "KL estimate between behaviour and learner logprobs. At staleness 0 it is the engines' difference alone.",
             "suffix: nats",
@@ -429,5 +469,5 @@ ROWS = (
     ("Resolution", resolution, (8,) * 6),
     ("Weights", weights, (6,) * 8),
     ("Memory and back-pressure", memory, (6, 6, 6, 6)),
-    ("Learner", learner, (8,) * 6),
+    ("Learner", learner, (6,) * 12),
 )

@@ -53,8 +53,8 @@ def trained(
     seen: list[list[MicroBatch]] = []
     real = batching.micro_batches
 
-    def spy(rows: Any, tokens: int) -> Iterator[MicroBatch]:
-        seen.append(list(real(rows, tokens)))
+    def spy(*args: Any, **options: Any) -> Iterator[MicroBatch]:
+        seen.append(list(real(*args, **options)))
         yield from seen[-1]
 
     cluster = Cluster()
