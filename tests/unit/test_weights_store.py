@@ -59,7 +59,7 @@ def named_chunks(store: WeightStore) -> set[str]:
     for run in store.runs():
         for version in store.versions(run):
             manifest = manifests.decode(store.read_manifest(run, version)[0], where="test")
-            found |= {chunk.digest for entry in manifest.tensors for chunk in entry.chunks}
+            found |= {chunk.digest for chunk in manifest.chunks()}
     return found
 
 
@@ -173,7 +173,9 @@ while True:
             setattr(os, name, deadly(getattr(os, name)))
         tensors = [HostTensor(name, "U8", (2048,), memoryview(bytes([65 + i]) * 1024 + bytes([75 + i]) * 1024))
                    for i, name in enumerate("abc")]
-        WeightStore(root).publish("run", 3, 30, tensors, chunk_bytes=1024, keep=2, created=1.5)
+        # Small ones share a chunk.
+        tensors += [HostTensor(name, "U8", (2,), memoryview(name.encode() * 2)) for name in "de"]
+        WeightStore(root).publish("run", 3, 30, tensors, chunk_bytes=1024, keep=2, created=1.5, delta_chain=1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     point += 1
@@ -189,8 +191,10 @@ def test_a_crash_at_any_point_leaves_a_valid_store(tmp_path: Path) -> None:
     absent, and the next publication leaves no litter."""
     template = WeightStore(tmp_path / "template")
     shared = HostTensor("a", "U8", (2048,), memoryview(b"A" * 1024 + b"K" * 1024))
+    # The version that is killed has a delta against this one.
+    near = HostTensor("c", "U8", (2048,), memoryview(b"C" * 1023 + b"x" + b"M" * 1024))
     for version in range(3):
-        publish(template, version, [shared, tensor("b", version)])
+        publish(template, version, [shared, tensor("b", version), near])
     publish(template, 0, [tensor("x", 9)], run="other")
     out = tmp_path / "out"
     out.mkdir()
@@ -208,6 +212,8 @@ def test_a_crash_at_any_point_leaves_a_valid_store(tmp_path: Path) -> None:
         assert versions[-1] in (2, 3)
         assert set(versions) >= ({1, 2} if versions[-1] == 2 else {2, 3})
         newest.append(versions[-1])
+        has_delta = b'"delta"' in store.read_manifest("run", versions[-1])[0]
+        assert has_delta == (versions[-1] == 3), "the newest version is not whole"
         publish(store, versions[-1] + 1, [tensor("b", 77)])
         assert store.verify() == []
         assert len(store.versions("run")) == 2
