@@ -48,7 +48,7 @@ class Cluster:
     def __init__(self, partitions: int = 2) -> None:
         self.log = FakeLog(markers=True)
         self.log.create_topic(NAMES.trajectories, partitions)
-        for name in (NAMES.control, NAMES.heartbeats, NAMES.dead_letter):
+        for name in (NAMES.control, NAMES.heartbeats, NAMES.dead_letter, NAMES.requests):
             self.log.create_topic(name)
         self.clients = Clients(
             cluster_id=self.log.cluster_id,
