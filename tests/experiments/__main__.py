@@ -69,7 +69,17 @@ def _staleness(work: Path, seeds: list[int], plot_file: Path | None) -> tuple[di
     return result, staleness.misses(result)
 
 
-_EXPERIMENTS = {Name.staleness: _staleness}
+def _overlap(work: Path, seeds: list[int], plot_file: Path | None) -> tuple[dict[str, Any], list[str]]:
+    from tests.experiments import overlap
+
+    found = overlap.collect(work, say=_say)
+    result = overlap.conclude(found)
+    if plot_file is not None:
+        overlap.plot(found, plot_file)
+    return result, overlap.misses(result)
+
+
+_EXPERIMENTS = {Name.staleness: _staleness, Name.overlap: _overlap}
 
 
 if __name__ == "__main__":
