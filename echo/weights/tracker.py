@@ -26,7 +26,7 @@ class Peer(BaseModel):
     way to it from the origin; both base64 of a bitmap over `manifest.unique_chunks`, lowest bit first.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     url: Annotated[str, Field(max_length=512, pattern=r"^https?://[A-Za-z0-9._\-\[\]:%/]+$")]
     have: Bitmap = ""

@@ -308,7 +308,7 @@ def test_a_pull_gives_the_published_tensors(url: str, published: Published, conn
     assert_is(pulled, POLICY)
     assert pulled.manifest == published.manifest
     assert (pulled.received_bytes, pulled.retries) == (UNIQUE_BYTES, 0)
-    assert told[-1] == (NBYTES, NBYTES)
+    assert told[-1] == (UNIQUE_BYTES, UNIQUE_BYTES)
     assert 0 < pulled.seconds < 60
     assert not any(one.data.readonly for one in pulled.tensors.values())
 
@@ -323,28 +323,31 @@ def test_the_newest_version_is_asked_for(url: str, published: Published) -> None
 
 def test_unchanged_tensors_are_reused(store: WeightStore, url: str, published: Published) -> None:
     """Only changed chunks travel; an unchanged tensor is the very one that was held, and a held one is never written to."""
-    held = pull(client(), url, published).tensors
+    have = pull(client(), url, published)
+    held = have.tensors
     before = {name: bytes(one.data) for name, one in held.items()}
     changed = bytearray(POLICY[1].data)
     changed[4 * CHUNK] ^= 1
     policy = [POLICY[0], HostTensor("b", "U8", (len(changed),), memoryview(bytes(changed))), *POLICY[2:]]
     newer = publish(store, 1, policy)
-    pulled = pull(client(), url, newer, have=held)
+    pulled = pull(client(), url, newer, have=have)
     assert_is(pulled, policy)
     assert pulled.received_bytes == CHUNK
     assert [name for name in held if pulled.tensors[name] is not held[name]] == ["b"]
     assert {name: bytes(one.data) for name, one in held.items()} == before
 
 
-def test_held_tensors_that_do_not_fit_are_fetched(url: str, published: Published) -> None:
+def test_held_tensors_that_do_not_fit_are_fetched(store: WeightStore, url: str) -> None:
     """Another shape, dtype or content under the same name is no shortcut."""
-    have = {
-        "a": HostTensor("a", "U8", (POLICY[0].data.nbytes,), memoryview(bytes(POLICY[0].data.nbytes))),
-        "zeros": POLICY[4]._replace(dtype="F16"),
-        "tied": POLICY[5]._replace(shape=(CHUNK, 1)),
-        "b": POLICY[1],
-    }
-    pulled = pull(client(), url, published, have=have)
+    other = [
+        HostTensor("a", "U8", (POLICY[0].data.nbytes,), memoryview(bytes(POLICY[0].data.nbytes))),
+        POLICY[1],
+        HostTensor("zeros", "F16", (CHUNK,), memoryview(bytes(2 * CHUNK))),
+        HostTensor("tied", "BF16", (CHUNK, 1), memoryview(bytes(2 * CHUNK))),
+    ]
+    have = pull(client(), url, publish(store, 1, other))
+    again = publish(store, 2)
+    pulled = pull(client(), url, again, have=have)
     assert_is(pulled, POLICY)
     assert pulled.received_bytes == UNIQUE_BYTES - POLICY[1].data.nbytes
 

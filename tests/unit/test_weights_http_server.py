@@ -233,7 +233,6 @@ def test_peers_hear_of_each_other(store: WeightStore) -> None:
         {"url": "http://host/?query"},
         {"url": "http://host/", "have": "not base64!"},
         {"url": "http://host/", "have": "A" * 2**17},
-        {"url": "http://host/", "more": 1},
         {},
         [],
     ],
