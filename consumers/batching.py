@@ -14,19 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consumers.advantages import advantages
+from consumers.advantages import advantages, preference
 from consumers.groups import Group
-from echo.config import Advantage
+from echo.config import Judgement
 from echo.staleness import staleness
 from echo.trajectory import Trajectory
 
 
 class Row(NamedTuple):
-    """One trajectory to train on, with what its group and the newest version say about it."""
+    """One trajectory to train on, with what its group and the newest version say about it.
+
+    together: of how many rows, one after the other, no micro-batch may hold only a part: 2 where rows are pairs.
+    """
 
     trajectory: Trajectory
     advantage: float
     staleness: int
+    together: int = 1
 
 
 class MicroBatch(NamedTuple):
@@ -51,14 +55,24 @@ class MicroBatch(NamedTuple):
         return self._replace(**moved)
 
 
-def make_rows(groups: Iterable[Group], newest_version: int, advantage: Advantage = "grpo") -> list[Row]:
-    """All trajectories in order, with advantages within each group and staleness against the newest announced version."""
+def make_rows(groups: Iterable[Group], newest_version: int, judgement: Judgement = "grpo") -> list[Row]:
+    """All trajectories in order, with advantages within each group and staleness against the newest announced version.
+
+    Of preferences, two of each group: the better one with advantage 1, then the worse one with -1, or both with 0 where neither
+    is better (`objectives.dpo_loss`).
+    """
     rows = []
     for group in groups:
-        rewards = torch.tensor([member.trajectory.reward for member in group.members], dtype=torch.float64)
-        for member, value in zip(group.members, advantages(rewards, advantage).tolist(), strict=True):
-            age = staleness(newest_version, member.trajectory.min_policy_version)
-            rows.append(Row(member.trajectory, value, age))
+        members = [member.trajectory for member in group.members]
+        rewards = torch.tensor([trajectory.reward for trajectory in members], dtype=torch.float64)
+        if judgement == "preference":
+            best, worst, differ = preference(rewards)
+            chosen = [(members[best], float(differ)), (members[worst], -float(differ))]
+        else:
+            chosen = list(zip(members, advantages(rewards, judgement).tolist(), strict=True))
+        for trajectory, advantage in chosen:
+            age = staleness(newest_version, trajectory.min_policy_version)
+            rows.append(Row(trajectory, advantage, age, together=2 if judgement == "preference" else 1))
     return rows
 
 
@@ -111,10 +125,12 @@ def take(rows: Sequence[Row], part: Sequence[int]) -> MicroBatch:
 
 def micro_batches(rows: Sequence[Row], tokens: int, *, ranks: int = 1, rank: int | None = None) -> Iterator[MicroBatch]:
     """Padded micro-batches of `rows`, made one at a time: those of one rank; None, of one after the other."""
-    found = shares([row.trajectory.token_count for row in rows], tokens, ranks)
+    unit = rows[0].together
+    lengths = [max(row.trajectory.token_count for row in rows[at : at + unit]) for at in range(0, len(rows), unit)]
+    found = shares(lengths, tokens // unit, ranks)
     for share in found if rank is None else [found[rank]]:
         for part in share:
-            yield take(rows, part)
+            yield take(rows, [place * unit + offset for place in part for offset in range(unit)])
 
 
 def pad(rows: Sequence[Row]) -> MicroBatch:

@@ -185,7 +185,7 @@ class Learner:
             return self._step(groups, newest_version, started)
 
     def _step(self, groups: Sequence[Group], newest_version: int, started: float) -> StepStats:
-        rows = batching.make_rows(groups, newest_version, self._run.learner.advantage)
+        rows = batching.make_rows(groups, newest_version, self._run.learner.judgement)
         loss_tokens = sum(int(row.trajectory.loss_mask.sum()) for row in rows)
         for group in self._adam.param_groups:
             group["lr"] = self._run.learner.lr * self._schedule(self._steps)
@@ -215,7 +215,7 @@ class Learner:
         clock.lap("backward")
         if skipped:
             log.warning("step skipped", loss=total["loss"], grad_norm=total["grad_norm"], loss_tokens=loss_tokens)
-        rewards = [row.trajectory.reward for row in rows]
+        rewards = [member.trajectory.reward for group in groups for member in group.members]
         tokens = max(1, loss_tokens)
         return StepStats(
             loss=total["loss"],
@@ -359,12 +359,12 @@ class Learner:
 
     def _make_reference(self) -> Any:
         """The initial policy, frozen, where the objective asks for one: a second model, or the base without its adapters."""
-        if not self._settings.kl_coefficient or self._policy.lora:
+        if not self._run.learner.needs_reference or self._policy.lora:
             return None
         return self._team.shard(copy.deepcopy(self._module).requires_grad_(False))
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if not self._settings.kl_coefficient:
+        if not self._run.learner.needs_reference:
             return None
         bare = self._module.disable_adapter() if self._policy.lora else nullcontext()
         with torch.no_grad(), bare:

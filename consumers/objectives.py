@@ -312,7 +312,7 @@ def _weights(off_policy: Tensor, advantage: Tensor, settings: Settings) -> tuple
     off_policy: (N, T) log q, 0 where masked. advantage: (N, 1).
 
     Sources: token_tis, Yao et al. 2025 ("Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") after
-    IMPALA's truncation (arXiv 1802.01561); icepop, Ling team 2025 ("Small Leak Can Sink a Great Ship", arXiv 2510.18855);
+    IMPALA's truncation (arXiv 1802.01561); icepop, the report of Ring-1T (arXiv 2510.18855), there for the engines' difference;
     tapered, TOPR (Le Roux et al., arXiv 2503.14286): what was good is learned from whoever did it, what was bad is
     unlearned only as far as the learner would still do it.
     """

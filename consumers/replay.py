@@ -21,7 +21,7 @@ from consumers.batching import MicroBatch
 from consumers.digest import batch_digest, micro_batches_digest
 from consumers.groups import Group, Member
 from echo import codec, journal
-from echo.config import Advantage
+from echo.config import Judgement
 from echo.errors import BrokerError, CheckpointError, RecordError
 from echo.log import LogReader, LogRecord
 from echo.staleness import staleness
@@ -38,7 +38,7 @@ class StepLine(msgspec.Struct, frozen=True):
     """What a journal line says about a step's batch.
 
     version: newest announced when it was trained. batch: groups in order, each its id and then [partition, offset] per member.
-    cluster: whose offsets these are. tokens_per_microbatch, ranks: how the batch was cut. advantage: how rewards counted.
+    cluster: whose offsets these are. tokens_per_microbatch, ranks: how the batch was cut. judgement: how rewards counted.
     """
 
     step: int
@@ -48,7 +48,7 @@ class StepLine(msgspec.Struct, frozen=True):
     cluster: str
     tokens_per_microbatch: int
     ranks: int = 1
-    advantage: Advantage = "grpo"
+    judgement: Judgement = "grpo"
 
     @property
     def wanted(self) -> dict[int, list[int]]:
@@ -173,7 +173,7 @@ def replay(
         found = _fetch(reader, topic, partition, offsets, step=line.step, silent_s=silent_s, waiting_s=waiting_s)
         records |= {(partition, offset): record for offset, record in found.items()}
     groups = [_group(str(name), places, records, line.step) for name, *places in line.batch]
-    rows = batching.make_rows(groups, line.version, line.advantage)
+    rows = batching.make_rows(groups, line.version, line.judgement)
     parts = list(batching.micro_batches(rows, line.tokens_per_microbatch, ranks=line.ranks))
     return Replay(line, groups, parts, batch_digest(groups))
 

@@ -227,7 +227,7 @@ class Trainer:
                 "cluster": self._cluster_id,
                 "tokens_per_microbatch": self._run.learner.tokens_per_microbatch,
                 "ranks": self._learner.ranks,
-                "advantage": self._run.learner.advantage,
+                "judgement": self._run.learner.judgement,
                 "resolved": by_reason(self._unjournaled),
                 "skipped": stats.skipped,
                 "reward_mean": stats.reward_mean,
@@ -308,7 +308,7 @@ class Trainer:
         m.steps_skipped.inc(stats.skipped)
         if not stats.skipped:
             m.ess_ratio.set(stats.ess_ratio)
-            if self._run.learner.kl_coefficient:
+            if self._run.learner.needs_reference:
                 m.reference_kl.labels(run_id).set(stats.reference_kl)
             m.loss.set(stats.loss)
             m.grad_norm.set(stats.grad_norm)

@@ -139,6 +139,7 @@ class BatchConfig(_Section):
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
 ObjectiveName = Literal["ppo", "cispo", "gspo", "dpo"]
 Correction = Literal["token_tis", "sequence_tis", "icepop", "trust_region", "tapered", "none"]
+Judgement = Literal["grpo", "dr_grpo", "rloo", "preference"]
 Normalization = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -176,7 +177,7 @@ class LearnerConfig(_Section):
     """ppo and gspo keep the ratio above 1 - clip_low where the advantage is negative."""
     clip_high: float = Field(default=0.2, ge=0)
     """ppo and gspo keep the ratio below 1 + clip_high where the advantage is positive; cispo caps it there."""
-    correction: Correction = "token_tis"
+    correction: Correction = "tapered"
     """How a token counts that another policy drew (docs/objectives.md). none: PPO as it stands, clipped around the behaviour
     policy. token_tis, sequence_tis: a truncated importance weight per token or per completion. icepop: a weight per token, 0
     outside the band. trust_region: token_tis, and a token's gradient stops where new / behaviour has left the band in the
@@ -216,6 +217,16 @@ class LearnerConfig(_Section):
     """Torch threads; 0 leaves torch's own choice."""
     publish_every: int = Field(default=1, ge=1)
     """kappa: learner steps per published version."""
+
+    @property
+    def judgement(self) -> Judgement:
+        """What is made of a group's rewards: advantages of one kind, or one pair of which a completion is preferred."""
+        return "preference" if self.objective == "dpo" else self.advantage
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with a frozen one."""
+        return self.objective == "dpo" or self.kl_coefficient > 0
 
 
 class CheckpointConfig(_Section):

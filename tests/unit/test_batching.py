@@ -80,6 +80,37 @@ def test_padded_rows_by_hand():
     assert batch.first == 1
 
 
+def test_rows_of_preferences_are_a_groups_best_and_worst():
+    """Advantages say which is which, and 0 that neither is better; a member alone is its own pair."""
+    groups = [
+        make_group(3, number=0, rewards=[1, 0, 2]),
+        make_group(3, number=1, rewards=[4, 4, 4]),
+        make_group(1, number=2, rewards=[5]),
+    ]
+    rows = batching.make_rows(groups, newest_version=8, judgement="preference")
+    places = [(0, 2), (0, 1), (1, 0), (1, 2), (2, 0), (2, 0)]
+    expected = [groups[group].members[member].trajectory for group, member in places]
+    assert [row.trajectory.trajectory_id for row in rows] == [trajectory.trajectory_id for trajectory in expected]
+    assert [row.advantage for row in rows] == [1, -1, 0, 0, 0, 0]
+
+
+@given(lengths=LENGTHS.filter(lambda lengths: len(lengths) % 2 == 0), tokens=st.integers(1, 200), ranks=st.integers(1, 3))
+def test_pairs_stay_together(lengths, tokens, ranks):
+    """In every micro-batch of every rank a pair's rows follow each other, every pair is in one, and the budget holds."""
+    rows = [
+        batching.Row(make_trajectory(prompt_ids=[1], completion_ids=[1] * (length - 1)), 0.0, number, together=2)
+        for number, length in enumerate(lengths)
+    ]
+    seen = []
+    for batch in batching.micro_batches(rows, tokens, ranks=ranks):
+        if batch.loss_mask.any():
+            numbers = batch.staleness.tolist()
+            assert [number + 1 for number in numbers[::2]] == numbers[1::2]
+            assert len(numbers) == 2 or batch.input_ids.numel() <= max(tokens, 2 * max(lengths) if ranks > 1 else 0)
+            seen += numbers
+    assert sorted(seen) == list(range(len(rows)))
+
+
 @given(lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), tokens=st.integers(1, 60))
 def test_micro_batches_hold_every_trajectory_once(lengths, tokens):
     """Ids found by the masks are exactly the trajectories' own, each once."""
