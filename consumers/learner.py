@@ -149,6 +149,9 @@ class Learner:
             elif command is Command.ADAPTERS:
                 for _ in self.adapter_tensors():
                     pass
+            elif command is Command.BASE:
+                for _ in self.base_tensors():
+                    pass
             elif command is Command.STATE:
                 self.state()
             elif command is Command.LOAD:
@@ -257,6 +260,17 @@ class Learner:
         with self._gathering(Command.ADAPTERS):
             for name, value in self._policy.adapters():
                 yield host_tensor(name, value, torch.float32)
+
+    def base_tensors(self) -> Iterator[HostTensor]:
+        """What the adapters are put on, as `host_tensors` gives it: the same bytes at any step."""
+        with self._gathering(Command.BASE):
+            for name, value in self._policy.weights(merged=False):
+                yield host_tensor(name, value, _TORCH_DTYPE[self._run.weights.dtype])
+
+    @property
+    def adapter_config(self) -> dict[str, Any]:
+        """How to put the adapters on the base, see `Policy.adapter_config`."""
+        return self._policy.adapter_config
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that the next step depends on: named tensors, whole whatever the ranks, and a JSON-able rest.

@@ -73,8 +73,9 @@ class Policy:
         state = self.module.state_dict()
         return {name: state[name] for name in self._names}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole policy by Hugging Face names, adapters merged; tied weights once. Gathers: on all ranks, or none."""
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The whole policy by Hugging Face names, adapters merged or left out; tied weights once. Gathers: on all ranks, or
+        none."""
         if not self.lora:
             yield from ((name, whole(value)) for name, value in self.held().items())
             return
@@ -87,7 +88,21 @@ class Policy:
                 yield name, whole(state[name])
                 continue
             value = whole(state[frozen])
-            yield name, value + _delta(base.get_submodule(place)) if kind == "weight" else value
+            yield name, value + _delta(base.get_submodule(place)) if merged and kind == "weight" else value
+
+    @property
+    def adapter_config(self) -> dict[str, Any]:
+        """What peft's LoraConfig is made of, to put these adapters on the base: plain values."""
+        made = self.module.peft_config[_ADAPTER]
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": made.r,
+            "lora_alpha": made.lora_alpha,
+            "target_modules": sorted(made.target_modules),
+            "lora_dropout": 0.0,
+            "bias": "none",
+        }
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters by the names of peft's files (`base_model.model....lora_A.weight`). Gathers as `weights` does."""

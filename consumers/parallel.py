@@ -57,6 +57,7 @@ class Command(IntEnum):
     LOAD = 6
     END = 7
     FAILED = 8
+    BASE = 9
 
 
 class Team:

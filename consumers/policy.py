@@ -7,7 +7,7 @@ a second trainer of the same run fences this one, which then stops with `FencedE
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -16,8 +16,8 @@ from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress
 from echo.errors import ControlError, EchoError
 from echo.log import BEGINNING, LogReader, LogTransactions
 from echo.waiting import Watch
-from echo.weights.manifest import HostTensor
-from echo.weights.store import WeightStore
+from echo.weights.manifest import Adapter, HostTensor
+from echo.weights.store import Published, WeightStore
 from echo.weights.urls import manifest_url
 
 log = structlog.get_logger("policy")
@@ -66,6 +66,13 @@ class ControlWriter:
             self._sender.close()
 
 
+class AdapterBase(NamedTuple):
+    """What an adapter is put on, and how. config: of the adapter's library. tensors: the frozen base, gathered when called."""
+
+    config: Mapping[str, Any]
+    tensors: Callable[[], Iterable[HostTensor]]
+
+
 class PolicyPublisher:
     """Stores and announces policies of one run. `server_url` is where producers reach the weight server."""
 
@@ -88,31 +95,28 @@ class PolicyPublisher:
         self._chunk_bytes = chunk_bytes
         self._keep = keep
         self._delta_chain = delta_chain
+        # Version and manifest digest of the base that adapters are for.
+        self._base: tuple[int, str] | None = None
         self.newest = newest
         """The newest announced version, -1 before the first."""
 
     def publish(
-        self, *, step: int, tensors: Iterable[HostTensor], grants: Callable[[int], Mapping[str, Grant]]
+        self,
+        *,
+        step: int,
+        tensors: Iterable[HostTensor],
+        grants: Callable[[int], Mapping[str, Grant]],
+        adapts: AdapterBase | None = None,
     ) -> Announcement:
         """Store the next version, then announce it with the grants of that moment.
 
-        grants: called with the message's sequence number, last thing before it is sent.
+        grants: called with the message's sequence number, last thing before it is sent. adapts: the tensors are an adapter for
+        this base, which is stored first, as a version that is not announced, where the store does not have it.
         Raises WeightsError (nothing is announced), BrokerError, FencedError.
         """
-        stored = self._store.newest(self._run_id)
-        # A version that was stored and never announced (a crash in between) is not used again.
-        version = max(self.newest, -1 if stored is None else stored) + 1
         created = time.time()
-        published = self._store.publish(
-            self._run_id,
-            version,
-            step,
-            tensors,
-            chunk_bytes=self._chunk_bytes,
-            keep=self._keep,
-            created=created,
-            delta_chain=self._delta_chain,
-        )
+        adapter = self._adapter(adapts, step, created) if adapts is not None else None
+        version, published = self._put(step, tensors, created, adapter)
         announcement = self._writer.send(
             lambda sequence: Announcement(
                 run_id=self._run_id,
@@ -128,6 +132,35 @@ class PolicyPublisher:
         )
         self.newest = version
         return announcement
+
+    def _put(
+        self, step: int, tensors: Iterable[HostTensor], created: float, adapter: Adapter | None
+    ) -> tuple[int, Published]:
+        stored = self._store.newest(self._run_id)
+        # A version that was stored and never announced (a crash in between, an adapter's base) is not used again.
+        version = max(self.newest, -1 if stored is None else stored) + 1
+        return version, self._store.publish(
+            self._run_id,
+            version,
+            step,
+            tensors,
+            chunk_bytes=self._chunk_bytes,
+            keep=self._keep,
+            created=created,
+            delta_chain=self._delta_chain,
+            adapter=adapter,
+        )
+
+    def _adapter(self, adapts: AdapterBase, step: int, created: float) -> Adapter:
+        if self._base is None:
+            # Once a life: which version it is depends on its bytes alone, whatever an earlier trainer published.
+            self._base = self._store.find_full(self._run_id, adapts.tensors())
+        if self._base is None:
+            version, published = self._put(step, adapts.tensors(), created, None)
+            self._base = (version, published.digest)
+            log.info("base of the adapters stored", version=version, bytes=published.manifest.nbytes)
+        version, digest = self._base
+        return Adapter(model_version=version, model_digest=digest, config=dict(adapts.config))
 
     def progress(self, *, step: int, grants: Callable[[int], Mapping[str, Grant]]) -> None:
         """Tell producers their grants between announcements. `grants` as in `publish`."""

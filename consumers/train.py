@@ -23,7 +23,7 @@ from consumers.learner import Learner, StepStats
 from consumers.ledger import OUTCOME_OF, Reason, Resolution, by_reason
 from consumers.lineage import touches
 from consumers.outcomes import Outcomes
-from consumers.policy import PolicyPublisher
+from consumers.policy import AdapterBase, PolicyPublisher
 from consumers.reader import TrajectoryReader
 from consumers.requester import Requester
 from echo.config import RunConfig
@@ -178,7 +178,16 @@ class Trainer:
             return self._fleet.take_grants(sequence)
 
         with self._phase("publish"):
-            announcement = self._publisher.publish(step=self.step, tensors=self._learner.host_tensors(), grants=grants)
+            lora = self._run.learner.lora
+            if lora is not None and lora.publish == "adapter":
+                announcement = self._publisher.publish(
+                    step=self.step,
+                    tensors=self._learner.adapter_tensors(),
+                    adapts=AdapterBase(self._learner.adapter_config, self._learner.base_tensors),
+                    grants=grants,
+                )
+            else:
+                announcement = self._publisher.publish(step=self.step, tensors=self._learner.host_tensors(), grants=grants)
         self._intake.announced(announcement.version)
         self._metrics.announcements.inc()
         self._metrics.policy_version.set(announcement.version)

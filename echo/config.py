@@ -150,6 +150,8 @@ class LoraConfig(_Section):
     """An adapter counts by alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the linear layers that get an adapter, like [q_proj, v_proj]; all-linear: each but the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """merged: whole policies, which any engine takes. adapter: the base once, then adapters alone, in float32."""
 
 
 class LearnerConfig(_Section):

@@ -33,7 +33,7 @@ from echo.weights.chunks import ChunkFiles, StoredTensor
 from echo.weights.files import BusyError, locked, names, sync_folder
 from echo.weights.manifest import Adapter, Base, Chunk, HostTensor, Manifest, TensorEntry
 from echo.weights.urls import VERSION_MAX, is_run_id
-from echo.weights.writing import write_tensors
+from echo.weights.writing import flat, write_tensors
 
 log = structlog.get_logger("weights.store")
 
@@ -257,6 +257,21 @@ class WeightStore:
                 "free the disk, or keep fewer versions",
                 retriable=True,
             )
+
+    def find_full(self, run_id: str, tensors: Iterable[HostTensor]) -> tuple[int, str] | None:
+        """The newest full version of exactly these tensors, and its manifest's digest; None where there is none."""
+        wanted = {(one.name, one.dtype, one.shape, manifests.digest(flat(one))) for one in tensors}
+        for version in reversed(self.versions(run_id)):
+            try:
+                manifest, digest = self._read(run_id, version)
+            except ManifestError as error:
+                log.warning("version passed over", error=str(error))
+                continue
+            if manifest.adapter is None and wanted == {
+                (one.name, one.dtype, one.shape, one.digest) for one in manifest.tensors
+            }:
+                return version, digest
+        return None
 
     # Retention
 

@@ -83,7 +83,7 @@ def write_tensors(
     with ThreadPoolExecutor(_WRITERS, thread_name_prefix="weights-store") as pool:
         writer = _Writer(files, pool, chunk_bytes, base, with_deltas)
         for tensor in tensors:
-            data = _bytes_of(tensor)
+            data = flat(tensor)
             if tensor.name in seen:
                 raise WeightsError(f"two tensors are named {tensor.name!r}")
             seen.add(tensor.name)
@@ -252,7 +252,8 @@ class _Writer:
             offset += len(delta)
 
 
-def _bytes_of(tensor: HostTensor) -> memoryview:
+def flat(tensor: HostTensor) -> memoryview:
+    """Its bytes. Raises WeightsError where they don't fit its dtype and shape."""
     where = f"tensor {tensor.name!r} of shape {tensor.shape} {tensor.dtype}"
     size = DTYPE_BYTES.get(tensor.dtype)
     if size is None or any(extent < 0 for extent in tensor.shape):
