@@ -133,9 +133,7 @@ class PolicyPublisher:
         self.newest = version
         return announcement
 
-    def _put(
-        self, step: int, tensors: Iterable[HostTensor], created: float, adapter: Adapter | None
-    ) -> tuple[int, Published]:
+    def _put(self, step: int, tensors: Iterable[HostTensor], created: float, adapter: Adapter | None) -> tuple[int, Published]:
         stored = self._store.newest(self._run_id)
         # A version that was stored and never announced (a crash in between, an adapter's base) is not used again.
         version = max(self.newest, -1 if stored is None else stored) + 1
