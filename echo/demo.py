@@ -191,12 +191,12 @@ def _report(
     summary = report.summary(
         lines=lines,
         counts=counts,
-        staleness_bound=run.max_staleness,
+        staleness_bound=run.staleness_bound,
         policy_versions=versions,
         pulls=pulls,
         seconds=seconds(),
     )
-    report.plot(lines, staleness_bound=run.max_staleness, title=f"{run.run_id}: reward and staleness", path=out / "reward.png")
+    report.plot(lines, staleness_bound=run.staleness_bound, title=f"{run.run_id}: reward and staleness", path=out / "reward.png")
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     (out / "bias.json").write_text(json.dumps(bias.result(), indent=2) + "\n")
     return summary, bias.result()
@@ -230,7 +230,7 @@ def _view(run: RunConfig, ports: Sequence[int]) -> Iterator[View]:
     view = View(
         journal_path=run.checkpoint.dir / journal.FILE_NAME,
         steps=run.learner.steps,
-        staleness_bound=run.max_staleness,
+        staleness_bound=run.staleness_bound,
         urls=[f"http://{host}:{port}/metrics" for port in (run.metrics.train_port, *ports)],
     )
     try:

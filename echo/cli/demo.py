@@ -3,6 +3,7 @@
     echo-demo
     echo-demo --seed 1 --out demo-1
     echo-demo --apache /opt/kafka
+    echo-demo --mode sequential
     echo-demo broker.settings.bootstrap.servers=kafka-1:9092 learner.steps=50
 
 Starts a broker (unless the run has one), makes a tiny policy and a reasoning-gym task, runs two producers and a trainer, and
@@ -11,9 +12,11 @@ is wrong, 1 for every other failure.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+Mode = Literal["async", "sequential"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,6 +35,12 @@ def demo(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=3, help="Brokers to start, 1 or 3 (Apache Kafka only).")] = 1,
     producers: Annotated[int, typer.Option(min=1, max=64, help="Producer processes.")] = 2,
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            help="async: producers sample all the time. sequential: the trainer asks for each step's groups, staleness is 0."
+        ),
+    ] = "async",
 ) -> None:
     """Train a tiny policy with sampling and training in separate processes, over a Kafka-protocol broker."""
     import json
@@ -66,7 +75,7 @@ def demo(
             outcome = run_demo(
                 out=folder,
                 seed=seed,
-                overrides=overrides or (),
+                overrides=[f"mode={mode}", *(overrides or ())],
                 apache_home=apache,
                 nodes=nodes,
                 producers=producers,

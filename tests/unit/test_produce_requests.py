@@ -150,6 +150,8 @@ def test_weights_that_change_while_it_samples_wait_for_the_next_request(make: Ma
         if index == 1 and len(h.engine.calls) == 1:
             h.tell(announcement(1))
             h.wait_for_heartbeat(lambda one: one.announced == 1, "version 1 was heard of")
+            h.loop._puller.refresh()
+            h.wait_for_heartbeat(lambda one: one.pulls == 2, "version 1 is there")
 
     h = make(tokens=4, before_token=at_token)
     h.start().tell(announcement(0))
@@ -169,6 +171,18 @@ def test_a_pull_that_a_newer_request_overtakes_ends_in_the_newer_version(make: M
     ask_for(h, "g/a/2", version=1)
     eventually(lambda: h.groups() == ["g/a/2"], "the newer one")
     assert h.weights.cancelled == [0]
+
+
+def test_a_refresh_that_is_asked_for_in_mid_pull_pulls_anew(make: Make) -> None:
+    """What the running pull brings may be older than what the refresh is for."""
+    h = make().start()
+    h.weights.hold(0)
+    h.tell(announcement(0))
+    h.loop._puller.refresh()
+    eventually(lambda: h.weights.asked == [0], "the first pull")
+    h.loop._puller.refresh()
+    h.weights.release(0)
+    eventually(lambda: h.weights.asked == [0, 0], "the second pull")
 
 
 def test_what_is_asked_for_again_is_answered_once(make: Make) -> None:
