@@ -116,11 +116,12 @@ def shares(lengths: Sequence[int], tokens: int, ranks: int) -> list[list[list[in
 
 
 def take(rows: Sequence[Row], part: Sequence[int]) -> MicroBatch:
-    """The micro-batch of these rows; of none, the shortest row with nothing to train: it counts for nothing."""
+    """The micro-batch of these rows; of none, one of the shortest row with nothing to train: it counts for nothing."""
     if part:
         return pad([rows[index] for index in part])
-    shortest = pad([min(rows, key=lambda row: row.trajectory.token_count)])
-    return shortest._replace(loss_mask=torch.zeros_like(shortest.loss_mask))
+    shortest = min(rows, key=lambda row: row.trajectory.token_count)
+    idle = pad([shortest._replace(advantage=0.0)] * shortest.together)
+    return idle._replace(loss_mask=torch.zeros_like(idle.loss_mask))
 
 
 def micro_batches(rows: Sequence[Row], tokens: int, *, ranks: int = 1, rank: int | None = None) -> Iterator[MicroBatch]:

@@ -219,6 +219,8 @@ class Learner:
         if skipped:
             log.warning("step skipped", loss=total["loss"], grad_norm=total["grad_norm"], loss_tokens=loss_tokens)
         rewards = [member.trajectory.reward for group in groups for member in group.members]
+        with np.errstate(over="ignore", invalid="ignore"):  # Of absurd rewards, whose step was left out.
+            reward_mean, reward_std = float(np.mean(rewards)), float(np.std(rewards))
         tokens = max(1, loss_tokens)
         return StepStats(
             loss=total["loss"],
@@ -234,8 +236,8 @@ class Learner:
             learning_rate=float(self._adam.param_groups[0]["lr"]),
             tokens=sum(row.trajectory.token_count for row in rows),
             loss_tokens=loss_tokens,
-            reward_mean=float(np.mean(rewards)),
-            reward_std=float(np.std(rewards)) if np.isfinite(rewards).all() else float("nan"),
+            reward_mean=reward_mean,
+            reward_std=reward_std,
             staleness=[row.staleness for row in rows],
             seconds=clock.seconds,
             skipped=skipped,

@@ -14,6 +14,7 @@ with as many ranks as one likes.
 Refuses pickle: commands carry bytes, and say themselves what these are.
 """
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -112,11 +113,12 @@ class Team:
         if self.size == 1:
             yield
             return
+        data = payload() if self.leads else b""
         with self._lock:
             self.check()
             try:
                 if self.leads:
-                    self._exchange(command, payload())
+                    self._exchange(command, data)
                 yield
             except torch.OutOfMemoryError as error:
                 self._failure = error
@@ -155,7 +157,7 @@ class Team:
                 try:
                     if self.leads:
                         self._exchange(Command.FAILED if failed else Command.END, b"")
-                    dist.destroy_process_group()
+                    dist.destroy_process_group(self._commands)
                 except RuntimeError as error:
                     log.warning("the ranks parted badly", rank=self.rank, error=str(error))
 
@@ -164,6 +166,8 @@ class Team:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=error is not None)
+        if self.size > 1 and error is None:
+            dist.destroy_process_group()
 
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over ranks, on their device, in place."""
@@ -193,12 +197,11 @@ class Team:
         if self._mesh is not None:
             return self.shard(module)
         device_ids = None if self.device.type == "cpu" else [self.device]
+        # A causal model's buffers are constants. Newer torch has another name for it, and warns of the old one.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
         return DistributedDataParallel(
-            module.to(self.device),
-            device_ids=device_ids,
-            broadcast_buffers=False,
-            init_sync=False,
-            gradient_as_bucket_view=True,
+            module.to(self.device), device_ids=device_ids, init_sync=False, gradient_as_bucket_view=True, **buffers
         )
 
     def shard(self, module: nn.Module) -> nn.Module:
