@@ -1,0 +1,229 @@
+"""Which chunk is fetched next, and from whom: the origin once for all, peers for the rest, nobody who cheated."""
+
+from random import Random
+
+import pytest
+
+from echo.weights.manifest import Chunk
+from echo.weights.plan import Fill, Target, Want
+from echo.weights.sources import Choice, PeerView, Queue, Reputations
+
+NAMES = "abcdefgh"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wants(names: str = NAMES) -> list[Want]:
+    return [Want(Chunk(name, 10)) for name in names]
+
+
+def view(have: str = "", pending: str = "") -> PeerView:
+    return PeerView(frozenset(have), frozenset(pending))
+
+
+def queue(
+    names: str = NAMES, *, reputations: Reputations | None = None, clock: Clock | None = None, shuffled: bool = True
+) -> Queue:
+    made = Queue(
+        wants(names),
+        reputations or Reputations(),
+        origin_lanes=4,
+        shuffle=Random(1) if shuffled else None,
+        clock=clock or Clock(),
+    )
+    return made
+
+
+def take(source: Queue) -> tuple[str, str | None]:
+    choice = source.take()
+    assert choice is not None
+    return choice.job.want.chunk.digest, choice.peer
+
+
+def take_all(source: Queue) -> list[Choice]:
+    found = []
+    while (choice := source.take()) is not None:
+        found.append(choice)
+        source.finished(choice, 0.1)
+    return found
+
+
+def test_without_peers_everything_comes_from_the_origin_in_order() -> None:
+    """Several at once."""
+    assert [(choice.job.want.chunk.digest, choice.peer) for choice in take_all(queue(shuffled=False))] == [
+        (name, None) for name in NAMES
+    ]
+    source = queue(shuffled=False)
+    assert [take(source)[0] for _ in range(4)] == list(NAMES[:4])
+
+
+def test_each_puller_has_an_order_of_its_own() -> None:
+    """So that two of them soon have different chunks; each still gets all."""
+    orders = []
+    for seed in range(2):
+        source = Queue(wants(), Reputations(), origin_lanes=4, shuffle=Random(seed), clock=Clock())
+        orders.append([choice.job.want.chunk.digest for choice in take_all(source)])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(NAMES)
+
+
+def test_one_connection_fetches_what_nobody_has_and_the_others_what_peers_have() -> None:
+    """The rarest first."""
+    source = queue()
+    source.saw({"p1": view("ab"), "p2": view("b"), "p3": view("b"), "p4": view()})
+    fresh, where = take(source)
+    assert where is None
+    assert fresh not in "ab"
+    assert take(source) == ("a", "p1")
+    digest, peer = take(source)
+    assert (digest, peer in {"p1", "p2", "p3"}) == ("b", True)
+
+
+def test_what_is_on_its_way_to_others_is_not_asked_of_the_origin() -> None:
+    """Unless nothing moves for long: who said so may be gone."""
+    clock = Clock()
+    source = queue("ab", clock=clock)
+    source.saw({"p1": view(pending="a"), "p2": view(pending="b")})
+    source.saw({"p1": view(have="a"), "p2": view(pending="b")})
+    assert take(source) == ("a", "p1")
+    clock.now += 100
+    assert take(source) == ("b", None)
+
+
+def test_a_chunk_that_arrives_at_a_peer_is_fetched_there() -> None:
+    """The next word of the tracker wakes who waits."""
+    source = queue("a")
+    source.saw({"p1": view(pending="a")})
+    source.saw({"p1": view(have="a")})
+    assert take(source) == ("a", "p1")
+    assert source.pending == set()
+
+
+def test_a_peer_gets_two_requests_at_once_and_no_more() -> None:
+    """Its link is shared by all who ask it."""
+    clock = Clock()
+    source = queue("abc", clock=clock)
+    source.saw({"p1": view("abc")})
+    assert [peer for _, peer in (take(source), take(source))] == ["p1", "p1"]
+    clock.now += 100
+    # The third is not begun with the peer; after a long standstill the origin helps.
+    assert take(source)[1] is None
+
+
+def test_who_begins_alone_does_not_open_all_connections_at_once() -> None:
+    """Others may have begun in the same moment, and each should have a chunk to give soon."""
+    clock = Clock()
+    source = queue(clock=clock)
+    source.saw({})
+    first = source.take()
+    assert first is not None
+    assert source.pending == {first.job.want.chunk.digest}
+    source.saw({})
+    source.saw({})
+    assert [take(source)[1] for _ in range(3)] == [None] * 3
+    assert len(source.pending) == 4
+
+
+def test_the_faster_peer_is_preferred_and_a_new_one_tried() -> None:
+    """By what was measured, shared by what runs there already."""
+    reputations = Reputations(clock=Clock())
+    reputations.succeeded("slow", 100, 1.0)
+    reputations.succeeded("fast", 1000, 1.0)
+    source = queue("abc", reputations=reputations)
+    source.saw({"slow": view("abc"), "fast": view("abc")})
+    assert [take(source)[1] for _ in range(2)] == ["fast", "fast"]
+    assert take(source)[1] == "slow"
+    assert reputations.speed("new") == 1000
+
+
+def test_a_failed_chunk_is_tried_elsewhere() -> None:
+    """Not again with the peer that failed, whatever its reputation; what came of it is the job's to keep."""
+    source = queue("a")
+    source.saw({"p1": view("a"), "p2": view("a")})
+    choice = source.take()
+    assert choice is not None
+    source.failed(choice)
+    again = source.take()
+    assert again is not None
+    assert again.job is choice.job
+    assert {choice.peer, again.peer} == {"p1", "p2"}
+    source.finished(again, 0.1)
+    assert source.take() is None
+
+
+def test_failures_are_forgiven_later_and_lies_much_later() -> None:
+    """Waits double up to a minute; ten minutes for wrong bytes; a success begins anew."""
+    clock = Clock()
+    reputations = Reputations(clock=clock)
+
+    def banned_for(url: str) -> float:
+        begun = clock.now
+        while not reputations.is_usable(url):
+            clock.now += 0.5
+        return clock.now - begun
+
+    spans = []
+    for _ in range(8):
+        reputations.failed("p")
+        spans.append(banned_for("p"))
+    assert spans == [1, 2, 4, 8, 16, 32, 60, 60]
+    reputations.succeeded("p", 10, 1.0)
+    reputations.failed("p")
+    assert banned_for("p") == 1
+    reputations.failed("p", lied=True)
+    assert banned_for("p") == 600
+
+
+def test_a_liar_is_not_chosen() -> None:
+    """What it claims to hold comes from the origin."""
+    reputations = Reputations(clock=Clock())
+    reputations.failed("liar", lied=True)
+    source = queue("a", reputations=reputations)
+    source.saw({"liar": view("a")})
+    assert take(source) == ("a", None)
+
+
+def test_patience_grows_with_the_bytes() -> None:
+    """A few seconds at least, else several times what the fastest would need."""
+    reputations = Reputations(clock=Clock())
+    assert reputations.patience_s(10**9) == 5.0
+    reputations.succeeded("p", 100, 1.0)
+    assert reputations.patience_s(100) == 8.0
+    assert reputations.patience_s(1) == 5.0
+
+
+def test_a_chunk_that_is_wanted_twice_is_fetched_once() -> None:
+    """Every place gets its bytes, also where the second wish comes when the first waits again after a failure."""
+    target = Target(3)
+    first, second, third = wants("aaa")
+    for want in (first, second, third):
+        want.fills.append(Fill(0, memoryview(bytearray(10)), target))
+    source = Queue([first, second], Reputations(), origin_lanes=1, clock=Clock())
+    choice = source.take()
+    assert choice is not None
+    source.failed(choice)
+    source.add([third])
+    again = source.take()
+    assert again is not None
+    assert len(again.job.want.fills) == 3
+    source.finished(again, 0.1)
+    assert source.take() is None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_end_wakes_who_waits(ended: bool) -> None:
+    """`take` gives None at once, also where chunks are left."""
+    source = queue("a")
+    if ended:
+        source.end()
+        assert source.take() is None
+        assert source.is_over
+    else:
+        assert source.take() is not None
+        assert not source.is_over
