@@ -79,7 +79,17 @@ def _overlap(work: Path, seeds: list[int], plot_file: Path | None) -> tuple[dict
     return result, overlap.misses(result)
 
 
-_EXPERIMENTS = {Name.staleness: _staleness, Name.overlap: _overlap}
+def _parity(work: Path, seeds: list[int], plot_file: Path | None) -> tuple[dict[str, Any], list[str]]:
+    from tests.experiments import parity
+
+    runs = parity.collect(work, seeds=seeds, say=_say)
+    result = parity.conclude(runs)
+    if plot_file is not None:
+        parity.plot(runs, plot_file)
+    return result, parity.misses(result)
+
+
+_EXPERIMENTS = {Name.parity: _parity, Name.staleness: _staleness, Name.overlap: _overlap}
 
 
 if __name__ == "__main__":

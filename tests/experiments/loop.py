@@ -28,10 +28,11 @@ from consumers.groups import Group, Member
 from consumers.learner import Learner, StepStats
 from echo.config import RunConfig
 from echo.sequential import calls_of_step, mix_seed, prompt_seed, requested_group
-from echo.trajectory import Sampling, Trajectory, trajectory_id
+from producers import rollout
 from producers.engines.base import Completion, Engine, Policy
 from producers.engines.registry import make_engine
-from producers.tasks.base import Prompt
+from producers.rollout import Stamp, Timed, Work
+from producers.tasks.base import Score
 from producers.tasks.registry import make_task
 from producers.tasks.scoring import ScorerPool
 from producers.tiny_policy import make_tiny_policy
@@ -40,7 +41,7 @@ from tests.experiments.outcome import Run, digest
 
 LOOP = "colocated"
 _CURVE_EVERY, _CURVE_PROMPTS = 10, 256
-_LAST_STEPS, _LAST_PROMPTS = 10, 128
+LAST_STEPS, LAST_PROMPTS = 10, 128
 
 
 def make_run(model: Path, seed: int, **sections: Any) -> RunConfig:
@@ -49,9 +50,10 @@ def make_run(model: Path, seed: int, **sections: Any) -> RunConfig:
     data |= {"run_id": f"experiment-{seed}", "seed": seed, "model": {"path": str(model), "dtype": "float32"}}
     data["task"]["seed"] = seed
     data["producer"]["seed"] = seed
-    # Half of the demo's batch at twice its learning rate learns as much in as many steps.
+    # Half of the demo's batch, so that a run takes half a minute. The rate falls to 0: what is judged at the end is then where
+    # learning came to rest, not the last of the noise that full steps make on a task that is nearly solved.
     data["batch"]["groups_per_step"] = 16
-    data["learner"]["lr"] = 8e-4
+    data["learner"] |= {"lr": 1e-3, "schedule": "linear"}
     for name, section in sections.items():
         data[name] = {**data.get(name, {}), **section} if isinstance(section, dict) else section
     return RunConfig.model_validate(data)
@@ -76,11 +78,13 @@ class Sampler:
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._task = make_task(run.task)
-        self._scorer = ScorerPool(
-            self._task, workers=1, timeout_s=run.task.scorer_timeout_s, memory_mib=run.task.scorer_memory_mib
-        )
+        limits = run.task
+        self._scorer = ScorerPool(self._task, timeout_s=limits.scorer_timeout_s, memory_mib=limits.scorer_memory_mib)
         self._tokenizer = load_tokenizer(run.model.path, chat=False)
         self._engine, self._judge = make_engine(run), make_engine(run)
+        self._stamp = Stamp(
+            run.run_id, LOOP, LOOP, self._task.name, self._engine.identity, run.model.path, run.producer.logprob_dtype
+        )
         self._records = 0
 
     def close(self) -> None:
@@ -90,83 +94,38 @@ class Sampler:
 
     def batch(self, step: int, policy: Policy) -> list[Group]:
         """The groups of a step in the order of their prompts, sampled by `policy`, whose versions never go back."""
-        run, groups = self._run, []
         if policy.version > self._engine.policy_version:
             self._engine.load(policy)
+        run, seed, groups = self._run, prompt_seed(self._run.task.seed), []
         for call in calls_of_step(
-            step,
-            groups_per_step=run.batch.groups_per_step,
-            groups_per_call=run.producer.groups_per_call,
-            seed=run.seed,
+            step, groups_per_step=run.batch.groups_per_step, groups_per_call=run.producer.groups_per_call, seed=run.seed
         ):
-            prompts = [self._task.prompt(prompt_seed(run.task.seed), index) for index in call.prompts]
-            size, sampling = run.sampling.group_size, self._sampling(call.seed)
-            completions = self._sample(self._engine, [prompt for prompt in prompts for _ in range(size)], sampling)
-            for place, (index, prompt) in enumerate(zip(call.prompts, prompts, strict=True)):
-                members = completions[place * size : (place + 1) * size]
-                groups.append(self._group(requested_group(run.run_id, policy.version, index), prompt, members, sampling))
+            prompts = [self._task.prompt(seed, index) for index in call.prompts]
+            ids = [requested_group(run.run_id, policy.version, index) for index in call.prompts]
+            work = Work(prompts, ids, rollout.sampling_of(run.sampling, call.seed))
+            token_ids, completions, scores = self._sample(self._engine, work, run.sampling.group_size)
+            for number, group_id in enumerate(ids):
+                sampled = Timed(completions, 0.0, 0.0)
+                records = rollout.group(number, work, token_ids[number], sampled, scores, self._stamp, self._records)
+                groups.append(Group(group_id, tuple(Member(0, record.sequence_number, record) for record in records)))
+                self._records += len(records)
         return groups
 
     def reward(self, policy: Policy, *, prompts: int) -> float:
-        """The mean reward of one completion each of fresh prompts, the same for every policy of this version."""
+        """The mean reward of one completion each of fresh prompts: the same ones for every policy of this version."""
         self._judge.load(policy)
         seed = mix_seed("judge", self._run.seed)
         first = policy.version * _CURVE_PROMPTS
         asked = [self._task.prompt(seed, first + number) for number in range(prompts)]
-        found = self._sample(self._judge, asked, self._sampling(mix_seed(seed, policy.version)))
-        return float(np.mean([reward for _, reward, _ in found]))
+        work = Work(asked, (), rollout.sampling_of(self._run.sampling, mix_seed(seed, policy.version)))
+        _, _, scores = self._sample(self._judge, work, 1)
+        return float(np.mean([score.reward for score in scores]))
 
-    def _sampling(self, seed: int) -> Sampling:
-        config = self._run.sampling
-        return Sampling(
-            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, max_tokens=config.max_tokens, seed=seed
-        )
-
-    def _sample(
-        self, engine: Engine, prompts: list[Prompt], sampling: Sampling
-    ) -> list[tuple[Completion, float, dict[str, float]]]:
-        completions = engine.generate([self._tokenizer.encode(prompt.text) for prompt in prompts], sampling)
-        texts = [self._tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
-        scores = self._scorer.score([(text, prompt.reference) for text, prompt in zip(texts, prompts, strict=True)])
-        return [(one, score.reward, score.components) for one, score in zip(completions, scores, strict=True)]
-
-    def _group(
-        self,
-        group_id: str,
-        prompt: Prompt,
-        sampled: list[tuple[Completion, float, dict[str, float]]],
-        sampling: Sampling,
-    ) -> Group:
-        prompt_ids = np.asarray(self._tokenizer.encode(prompt.text), dtype=np.int32)
-        members = []
-        for index, (completion, reward, components) in enumerate(sampled):
-            number, self._records = self._records, self._records + 1
-            record = Trajectory(
-                run_id=self._run.run_id,
-                trajectory_id=trajectory_id(self._run.run_id, LOOP, number),
-                group_id=group_id,
-                group_size=len(sampled),
-                group_index=index,
-                task=self._task.name,
-                prompt_id=prompt.prompt_id,
-                prompt_ids=prompt_ids,
-                completion_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                logprobs=np.asarray(completion.logprobs, dtype=self._run.producer.logprob_dtype),
-                loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-                spans=completion.spans,
-                reward=reward,
-                reward_components=components,
-                finish_reason=completion.finish_reason,
-                sampling=sampling,
-                engine=self._engine.identity,
-                model=Path(self._run.model.path).name,
-                producer_id=LOOP,
-                sequence_number=number,
-                started_at=0.0,
-                finished_at=0.0,
-            )
-            members.append(Member(0, number, record))
-        return Group(group_id, tuple(members))
+    def _sample(self, engine: Engine, work: Work, group_size: int) -> tuple[list[list[int]], list[Completion], list[Score]]:
+        token_ids = rollout.tokenise(self._task, self._tokenizer, work.prompts)
+        completions = engine.generate(rollout.repeated(token_ids, group_size), work.sampling)
+        scores = self._scorer.score(rollout.to_score(self._tokenizer, work.prompts, completions))
+        return token_ids, completions, scores
 
 
 @contextmanager
@@ -213,8 +172,8 @@ def train(run: RunConfig, lag: int, *, judge: bool = True, watch: Callable[[int,
                 watch(step, stats)
             newest = policy_of(learner, step + 1)
             schedule.published(newest)
-            if judge and newest.version > steps - _LAST_STEPS:
-                last.append(sampler.reward(newest, prompts=_LAST_PROMPTS))
+            if judge and newest.version > steps - LAST_STEPS:
+                last.append(sampler.reward(newest, prompts=LAST_PROMPTS))
             elif judge and newest.version % _CURVE_EVERY == 0:
                 curve[newest.version] = sampler.reward(newest, prompts=_CURVE_PROMPTS)
     if last:

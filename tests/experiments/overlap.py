@@ -6,8 +6,9 @@ what they would be on machines of their own, and can be made equal. Both are mea
     T_train     a learner step with its publishing (the trainer's journal)
     T_gen       sampling, scoring and publishing the groups of one step (busy seconds per group in the last heartbeat)
 
-Three runs: asynchronous and sequential with the two equal, and asynchronous with producers that are faster by `HEADROOM`, so
-that the capacity rule (`echo.capacity`) is met with something to spare.
+Three runs: sequential; asynchronous, with producers slowed down by what the first run's learner needed for publishing, so that
+the two are equal; and asynchronous with producers that are faster than that by `HEADROOM`, so that the capacity rule
+(`echo.capacity`) is met with something to spare.
 """
 
 import itertools
@@ -68,27 +69,31 @@ def pace_of(lines: Sequence[Mapping[str, Any]], *, generate: float) -> Pace:
 
 def collect(work: Path, *, say: Callable[[str], None]) -> dict[str, Pace]:
     model = make_model(work, 0)
-    found = {}
-    for name, mode, staleness, per_step_s in (
-        ("async", "async", STALENESS, PACE_S),
-        ("sequential", "sequential", 0, PACE_S),
-        ("headroom", "async", STALENESS, PACE_S / HEADROOM),
-    ):
+
+    def go(name: str, mode: str, per_step_s: float) -> Pace:
         run = make_run(
             model,
             0,
             run_id=f"overlap-{name}",
             mode=mode,
-            max_staleness=staleness,
+            max_staleness=0 if mode == "sequential" else STALENESS,
             sampling={"group_size": GROUP_SIZE},
             batch={"groups_per_step": GROUPS},
             producer={"groups_per_call": GROUPS // 2},
             learner={"steps": STEPS},
             checkpoint={"every": STEPS},
         )
-        found[name] = measure(run, work / f"overlap-{name}", per_step_s=per_step_s)
-        say(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in found[name]._asdict().items())}")
-    return found
+        pace = measure(run, work / f"overlap-{name}", per_step_s=per_step_s)
+        say(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in pace._asdict().items())}")
+        return pace
+
+    sequential = go("sequential", "sequential", PACE_S)
+    equal_s = PACE_S + sequential.train - sequential.generate
+    return {
+        "sequential": sequential,
+        "async": go("async", "async", equal_s),
+        "headroom": go("headroom", "async", equal_s / HEADROOM),
+    }
 
 
 def load_of(pace: Pace) -> Load:

@@ -70,7 +70,7 @@ def main() -> None:
     sys.argv = [side, *rest]
     if side == "trainer":
         PacedLearner.seconds = float(seconds)
-        wiring.Learner = PacedLearner  # type: ignore[misc]
+        wiring.Learner = PacedLearner  # type: ignore[attr-defined]
         consumers.cli.main()
         return
 

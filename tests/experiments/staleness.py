@@ -19,7 +19,7 @@ from tests.experiments.outcome import Run, Spread, from_json, to_json
 LAGS = (0, 1, 4, 8, 11, 16)
 STEPS = 120
 KEPT = 0.95
-DEFAULT = LearnerConfig().correction
+DEFAULT: str = LearnerConfig().correction
 CORRECTIONS: tuple[str, ...] = tuple(dict.fromkeys((DEFAULT, "none", "token_tis")))
 
 Runs = dict[str, dict[int, list[Run]]]

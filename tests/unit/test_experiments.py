@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from echo.weights.manifest import HostTensor
 from producers.engines.base import Policy
 from producers.tiny_policy import build, character_tokenizer
-from tests.experiments import loop, staleness
+from tests.experiments import loop, overlap, parity, staleness
 from tests.experiments.outcome import Run, Spread, digest, from_json, to_json
 
 
@@ -30,7 +30,7 @@ def test_a_step_is_sampled_by_the_version_of_lag_steps_before(lag: int) -> None:
 
 
 def test_the_loop_trains_batches_that_are_as_stale_as_it_says(tmp_path: Path) -> None:
-    """And its numbers follow from its run file: the same again, and other ones under another lag."""
+    """And all that it gives follows from its run file and lag: the same again."""
     torch.set_num_threads(1)
     path = tmp_path / "model"
     torch.manual_seed(0)
@@ -46,13 +46,13 @@ def test_the_loop_trains_batches_that_are_as_stale_as_it_says(tmp_path: Path) ->
         task={"params": {"dataset": "spell_backward", "prompt": "{metadata[word]}="}},
         batch={"groups_per_step": 2},
         producer={"groups_per_call": 1},
-        learner={"steps": 4},
+        learner={"steps": 3},
     )
     ages: list[list[int]] = []
-    first = loop.train(run, 2, judge=False, watch=lambda step, stats: ages.append(sorted(set(stats.staleness))))
-    assert ages == [[0], [1], [2], [2]]
-    assert loop.train(run, 2, judge=False).digest == first.digest
-    assert loop.train(run, 0, judge=False).digest != first.digest
+    first = loop.train(run, 1, judge=False, watch=lambda step, stats: ages.append(sorted(set(stats.staleness))))
+    assert ages == [[0], [1], [1]]
+    assert (again := loop.train(run, 1, judge=False)).digest == first.digest
+    assert again.sampled == first.sampled != [0.0] * 3
 
 
 def test_a_run_diverges_where_it_loses_what_it_had_or_skips() -> None:
@@ -113,7 +113,76 @@ def test_no_seed_may_diverge_under_the_default_at_any_lag() -> None:
     assert staleness.table(result).splitlines()[2].split() == ["other", "1.000*", "1.000*", "1.000*"]
 
 
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    runs = {staleness.DEFAULT: {lag: [run_of(0.9), run_of(0.8)] for lag in (0, 16)}}
-    staleness.plot(runs, tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    runs = [run_of(0.9), run_of(0.8)]
+    staleness.plot({staleness.DEFAULT: dict.fromkeys((0, 16), runs)}, tmp_path / "staleness.png")
+    parity.plot(dict.fromkeys(parity.WAYS, runs), tmp_path / "parity.png")
+    overlap.plot({"async": overlap.Pace(1.1, 1.0, 1.0, 0.1)}, tmp_path / "overlap.png")
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def parity_of(*, asynchronous: list[float], digests: str = "ab") -> dict[str, Any]:
+    colocated = [run_of(0.9)._replace(digest="a"), run_of(1.0)._replace(digest="b")]
+    return parity.conclude(
+        {
+            "colocated": colocated,
+            "sequential": [run._replace(digest=name) for run, name in zip(colocated, digests, strict=True)],
+            "async": [run_of(final) for final in asynchronous],
+        }
+    )
+
+
+def test_sequential_mode_must_give_every_seed_the_same_bits() -> None:
+    result = parity_of(asynchronous=[0.95, 0.95])
+    assert (result["sequential_equals_colocated"], parity.misses(result)) == (True, [])
+    assert result["colocated"]["final_reward"] == pytest.approx({"mean": 0.95, "sd": 0.0707107})
+    result = parity_of(asynchronous=[0.95, 0.95], digests="ac")
+    assert result["sequential_equals_colocated"] is False
+    assert parity.misses(result) == ["sequential mode's final weights differ from the co-located loop's"]
+
+
+def test_async_must_end_within_one_standard_deviation() -> None:
+    assert parity.misses(parity_of(asynchronous=[0.88, 0.89])) == []
+    assert parity.misses(parity_of(asynchronous=[0.87, 0.88])) == [
+        "async's final reward 0.8750 is not within one standard deviation (0.0707) of the co-located loop's 0.9500"
+    ]
+
+
+def test_a_pace_leaves_the_warm_up_out_and_counts_waits_as_idle() -> None:
+    """Steps of 2 s end 3 s apart after a slow start."""
+    starting = [{"time": 10.0 * step, "seconds": 9.0} for step in range(overlap.WARM_UP)]
+    since = starting[-1]["time"]
+    steady = [{"time": since + 3.0 * step, "seconds": 2.0} for step in range(1, 7)]
+    pace = overlap.pace_of([*starting, *steady], generate=1.5)
+    assert pace == pytest.approx((3.0, 2.0, 1.5, 1 / 3))
+
+
+def overlap_of(**changes: overlap.Pace) -> dict[str, Any]:
+    good = {
+        "sequential": overlap.Pace(step=2.1, train=1.0, generate=1.0, idle=0.5),
+        "async": overlap.Pace(step=1.05, train=1.0, generate=1.0, idle=0.05),
+        "headroom": overlap.Pace(step=1.02, train=1.0, generate=0.8, idle=0.02),
+    }
+    return overlap.conclude(good | changes)
+
+
+def test_overlap_is_judged_by_the_longer_part_and_sequential_mode_by_both() -> None:
+    result = overlap_of()
+    assert overlap.misses(result) == []
+    assert result["async_step_over_max"] == pytest.approx(1.05)
+    assert result["sequential_step_over_sum"] == pytest.approx(1.05)
+    assert result["predicted"] == {"step_seconds": 1.0, "learner_idle": 0.0}
+    assert overlap.misses(overlap_of(**{"async": overlap.Pace(1.2, 1.0, 0.9, 0.0)})) == [
+        "async_step_over_max is 1.200, more than 1.1"
+    ]
+    assert overlap.misses(overlap_of(sequential=overlap.Pace(1.2, 1.0, 1.0, 0.0))) == [
+        "sequential_step_over_sum is 0.600, outside 0.9 to 1.2"
+    ]
+    assert overlap.misses(overlap_of(headroom=overlap.Pace(1.1, 1.0, 0.8, 0.09))) == ["learner_idle is 0.090, more than 0.05"]
+
+
+def test_an_idle_learner_says_nothing_where_the_capacity_rule_is_not_met() -> None:
+    result = overlap_of(headroom=overlap.Pace(1.3, 1.0, 1.3, 0.01))
+    assert result["predicted"]["learner_idle"] == pytest.approx(0.3 / 1.3)
+    assert overlap.misses(result) == ["the producers did not meet the capacity rule, so learner_idle says nothing"]
