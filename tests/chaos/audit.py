@@ -12,7 +12,7 @@ from echo import codec, control, journal, report
 from echo.control import Announcement
 from echo.errors import CheckpointError
 from echo.log import LogRecord
-from tests.chaos.swarm import GROUP, STALENESS, Swarm
+from tests.chaos.swarm import GROUP, Swarm
 
 
 class Verdict(NamedTuple):
@@ -69,8 +69,8 @@ def audit(swarm: Swarm) -> Verdict:
     else:
         if counts.produced != counts.trained + sum(counts.dropped.values()) + counts.dead_lettered + counts.pending:
             wrong.append(f"the count does not hold: {counts}")
-        if counts.staleness_max > STALENESS:
-            wrong.append(f"staleness {counts.staleness_max} was trained, the bound is {STALENESS}")
+        if counts.staleness_max > run.staleness_bound:
+            wrong.append(f"staleness {counts.staleness_max} was trained, the bound is {run.staleness_bound}")
     return Verdict(
         acknowledged=len(acknowledged),
         steps=checkpoint.step,

@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -96,9 +96,20 @@ def save_model(folder: Path) -> str:
 
 
 class Swarm:
-    """The processes of one run. patience_s: the longest that any single wait may take, restarts and a busy machine included."""
+    """The processes of one run. patience_s: the longest that any single wait may take, restarts and a busy machine included.
 
-    def __init__(self, folder: Path, broker: RunningBroker, *, producers: int = 2, patience_s: float = 90.0) -> None:
+    keys: of the run file, over what is usual here, by dotted name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        broker: RunningBroker,
+        *,
+        producers: int = 2,
+        patience_s: float = 90.0,
+        keys: Mapping[str, Any] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.broker = broker
         self.producers = tuple(f"p{number}" for number in range(producers))
@@ -113,7 +124,7 @@ class Swarm:
         # Two partitions instead of eight: more groups of different producers and versions behind one another in each.
         self._topics = folder / "topics.yaml"
         self._topics.write_text((ROOT / "topics.yaml").read_text().replace("partitions: 8", "partitions: 2"))
-        self.run = self._make_run()
+        self.run = self._make_run(keys or {})
         self.run_file = folder / "run.yaml"
         config.save(self.run, self.run_file)
         self.notes = folder / "acknowledged.jsonl"
@@ -285,32 +296,34 @@ class Swarm:
         tails = [process.tail() for process in self._processes if process in self._alive.values()]
         return "\n".join([what, "--- events", *self.events[-30:], *tails])
 
-    def _make_run(self) -> RunConfig:
+    def _make_run(self, keys: Mapping[str, Any]) -> RunConfig:
         name = f"chaos-{secrets.token_hex(4)}"
-        return RunConfig.model_validate(
-            {
-                "run_id": name,
-                "max_staleness": STALENESS,
-                "model": {"path": save_model(self._folder / "model")},
-                "task": {"name": "count_on"},
-                "broker": {"settings": {"bootstrap.servers": self.broker.bootstrap_servers}},
-                "topics": {"file": str(self._topics), "prefix": f"{name}-"},
-                "sampling": {"group_size": GROUP, "max_tokens": 16},
-                "producer": {"engine": "fake", "groups_per_call": 2, "heartbeat_s": 0.3},
-                "batch": {"groups_per_step": GROUPS_PER_STEP, "group_deadline_s": 2.0, "producer_dead_s": DEAD_S},
-                "learner": {"steps": 1_000_000, "lr": 1e-3, "threads": 1},
-                "checkpoint": {"dir": str(self._folder / "checkpoints"), "every": 2},
-                "weights": {
-                    "dir": str(self._folder / "weights"),
-                    "serve": False,
-                    "port": _free_port(),
-                    "chunk_bytes": 8192,
-                    "read_timeout_s": 5.0,
-                },
-                "metrics": {"train_port": 0, "produce_port": 0},
-                "limits": {"waiting_s": 5.0},
-            }
-        )
+        values: dict[str, Any] = {
+            "run_id": name,
+            "max_staleness": STALENESS,
+            "model": {"path": save_model(self._folder / "model")},
+            "task": {"name": "count_on"},
+            "broker": {"settings": {"bootstrap.servers": self.broker.bootstrap_servers}},
+            "topics": {"file": str(self._topics), "prefix": f"{name}-"},
+            "sampling": {"group_size": GROUP, "max_tokens": 16},
+            "producer": {"engine": "fake", "groups_per_call": 2, "heartbeat_s": 0.3},
+            "batch": {"groups_per_step": GROUPS_PER_STEP, "group_deadline_s": 2.0, "producer_dead_s": DEAD_S},
+            "learner": {"steps": 1_000_000, "lr": 1e-3, "threads": 1},
+            "checkpoint": {"dir": str(self._folder / "checkpoints"), "every": 2},
+            "weights": {
+                "dir": str(self._folder / "weights"),
+                "serve": False,
+                "port": _free_port(),
+                "chunk_bytes": 8192,
+                "read_timeout_s": 5.0,
+            },
+            "metrics": {"train_port": 0, "produce_port": 0},
+            "limits": {"waiting_s": 5.0},
+        }
+        for key, value in keys.items():
+            section, _, name = key.rpartition(".")
+            (values[section] if section else values)[name] = value
+        return RunConfig.model_validate(values)
 
 
 def _free_port() -> int:

@@ -41,7 +41,10 @@ def arm(trainer: Trainer, where: str) -> None:
 
 def _sends(kind: type) -> Any:
     def concerns(topic: str, messages: list[tuple[bytes, bytes]]) -> bool:
-        return any(isinstance(control.decode_control(value, topic), kind) for _, value in messages)
+        # Requests are sent through the same producer.
+        return topic.endswith("control") and any(
+            isinstance(control.decode_control(value, topic), kind) for _, value in messages
+        )
 
     return concerns
 
