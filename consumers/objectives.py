@@ -51,6 +51,7 @@ LOGITS_PER_PIECE = 2**26
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What a loss depends on beside tensors: the objective keys of LearnerConfig, whose docstrings say what each one does.
+    What is left out is PPO as it stands.
 
     fixed_length: tokens that a completion may have, for `normalization: fixed_length`.
     """

@@ -187,9 +187,9 @@ class LearnerConfig(_Section):
     it."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of a truncated importance weight."""
-    band_low: float = Field(default=0.5, ge=0)
+    band_low: float = Field(default=0.5, ge=0, le=1)
     """Lower end of the band of icepop (proximal / behaviour) and trust_region (new / behaviour)."""
-    band_high: float = Field(default=2.0, gt=0)
+    band_high: float = Field(default=2.0, ge=1)
     """Upper end of that band."""
     off_policy_mask: float | None = Field(default=None, ge=0)
     """Leaves out completions of negative advantage whose mean log(behaviour / new) per token is above this, in nats."""
