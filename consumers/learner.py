@@ -44,7 +44,8 @@ from consumers.objectives import BatchSize, Settings, TokenLoss, policy_loss, to
 from consumers.parallel import Command, Team, whole
 from echo.config import LearnerConfig, RunConfig
 from echo.errors import CheckpointError, ConfigError, RecordError
-from echo.weights.manifest import HostTensor
+from echo.weights import canary as canaries
+from echo.weights.manifest import Canary, HostTensor
 
 log = structlog.get_logger("learner")
 
@@ -152,6 +153,8 @@ class Learner:
             elif command is Command.BASE:
                 for _ in self.base_tensors():
                     pass
+            elif command is Command.CANARY:
+                self.canary()
             elif command is Command.STATE:
                 self.state()
             elif command is Command.LOAD:
@@ -268,6 +271,18 @@ class Learner:
         with self._gathering(Command.BASE):
             for name, value in self._policy.weights(merged=False):
                 yield host_tensor(name, value, _TORCH_DTYPE[self._run.weights.dtype])
+
+    def canary(self) -> Canary | None:
+        """What the policy says about a fixed text, for producers to compare with; None where it says nothing sound."""
+        token_ids = canaries.token_ids(self.vocabulary, self.positions)
+        ids = torch.tensor([token_ids], device=self._device)
+        with self._gathering(Command.CANARY), torch.no_grad(), self._accelerator.autocast():
+            logits = self._module(input_ids=ids, use_cache=False).logits[:, :-1]
+        logprobs = logits.float().log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).flatten().tolist()
+        if not np.isfinite(logprobs).all():
+            log.error("the policy is not sound: it gives logprobs that are not finite", model=self.identity)
+            return None
+        return Canary(token_ids=token_ids, logprobs=tuple(logprobs))
 
     @property
     def adapter_config(self) -> dict[str, Any]:

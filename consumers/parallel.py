@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import structlog
 import torch
@@ -59,6 +59,7 @@ class Command(IntEnum):
     END = 7
     FAILED = 8
     BASE = 9
+    CANARY = 10
 
 
 class Team:
@@ -199,7 +200,7 @@ class Team:
         device_ids = None if self.device.type == "cpu" else [self.device]
         # A causal model's buffers are constants. Newer torch has another name for it, and warns of the old one.
         known = inspect.signature(DistributedDataParallel).parameters
-        buffers = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+        buffers: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
         return DistributedDataParallel(
             module.to(self.device), device_ids=device_ids, init_sync=False, gradient_as_bucket_view=True, **buffers
         )

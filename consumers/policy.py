@@ -16,7 +16,7 @@ from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress
 from echo.errors import ControlError, EchoError
 from echo.log import BEGINNING, LogReader, LogTransactions
 from echo.waiting import Watch
-from echo.weights.manifest import Adapter, HostTensor
+from echo.weights.manifest import Adapter, Canary, HostTensor
 from echo.weights.store import Published, WeightStore
 from echo.weights.urls import manifest_url
 
@@ -107,16 +107,18 @@ class PolicyPublisher:
         tensors: Iterable[HostTensor],
         grants: Callable[[int], Mapping[str, Grant]],
         adapts: AdapterBase | None = None,
+        canary: Canary | None = None,
     ) -> Announcement:
         """Store the next version, then announce it with the grants of that moment.
 
         grants: called with the message's sequence number, last thing before it is sent. adapts: the tensors are an adapter for
-        this base, which is stored first, as a version that is not announced, where the store does not have it.
+        this base, which is stored first, as a version that is not announced, where the store does not have it. canary: what the
+        policy says, for producers to compare with.
         Raises WeightsError (nothing is announced), BrokerError, FencedError.
         """
         created = time.time()
         adapter = self._adapter(adapts, step, created) if adapts is not None else None
-        version, published = self._put(step, tensors, created, adapter)
+        version, published = self._put(step, tensors, created, adapter, canary)
         announcement = self._writer.send(
             lambda sequence: Announcement(
                 run_id=self._run_id,
@@ -133,7 +135,14 @@ class PolicyPublisher:
         self.newest = version
         return announcement
 
-    def _put(self, step: int, tensors: Iterable[HostTensor], created: float, adapter: Adapter | None) -> tuple[int, Published]:
+    def _put(
+        self,
+        step: int,
+        tensors: Iterable[HostTensor],
+        created: float,
+        adapter: Adapter | None = None,
+        canary: Canary | None = None,
+    ) -> tuple[int, Published]:
         stored = self._store.newest(self._run_id)
         # A version that was stored and never announced (a crash in between, an adapter's base) is not used again.
         version = max(self.newest, -1 if stored is None else stored) + 1
@@ -147,6 +156,7 @@ class PolicyPublisher:
             created=created,
             delta_chain=self._delta_chain,
             adapter=adapter,
+            canary=canary,
         )
 
     def _adapter(self, adapts: AdapterBase, step: int, created: float) -> Adapter:
@@ -154,7 +164,7 @@ class PolicyPublisher:
             # Once a life: which version it is depends on its bytes alone, whatever an earlier trainer published.
             self._base = self._store.find_full(self._run_id, adapts.tensors())
         if self._base is None:
-            version, published = self._put(step, adapts.tensors(), created, None)
+            version, published = self._put(step, adapts.tensors(), created)
             self._base = (version, published.digest)
             log.info("base of the adapters stored", version=version, bytes=published.manifest.nbytes)
         version, digest = self._base

@@ -184,10 +184,13 @@ class Trainer:
                     step=self.step,
                     tensors=self._learner.adapter_tensors(),
                     adapts=AdapterBase(self._learner.adapter_config, self._learner.base_tensors),
+                    canary=self._learner.canary(),
                     grants=grants,
                 )
             else:
-                announcement = self._publisher.publish(step=self.step, tensors=self._learner.host_tensors(), grants=grants)
+                announcement = self._publisher.publish(
+                    step=self.step, tensors=self._learner.host_tensors(), canary=self._learner.canary(), grants=grants
+                )
         self._intake.announced(announcement.version)
         self._metrics.announcements.inc()
         self._metrics.policy_version.set(announcement.version)

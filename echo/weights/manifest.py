@@ -97,6 +97,13 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
 
 
+class Canary(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer's model says: natural logs of the probabilities of the tokens after the first, at temperature 1."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One policy version of one run. Unknown fields are ignored, so that later minor schemas may add some."""
 
@@ -108,6 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tensors: tuple[TensorEntry, ...]
     base: Base | None = None
     adapter: Adapter | None = None
+    canary: Canary | None = None
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +167,8 @@ def decode(raw: bytes, *, where: str, run_id: str | None = None, expected_digest
         raise ManifestError(f"{where}: version {manifest.version} can't have {manifest.base}")
     if manifest.adapter is not None and not 0 <= manifest.adapter.model_version < manifest.version:
         raise ManifestError(f"{where}: version {manifest.version} can't adapt version {manifest.adapter.model_version}")
+    if manifest.canary is not None and not 1 <= len(manifest.canary.logprobs) == len(manifest.canary.token_ids) - 1:
+        raise ManifestError(f"{where}: its canary has {len(manifest.canary.logprobs)} logprobs")
     for tensor in manifest.tensors:
         _check_tensor(tensor, where)
         if tensor.delta is not None:

@@ -31,7 +31,7 @@ from echo.errors import ManifestError, WeightsError
 from echo.weights import manifest as manifests
 from echo.weights.chunks import ChunkFiles, StoredTensor
 from echo.weights.files import BusyError, locked, names, sync_folder
-from echo.weights.manifest import Adapter, Base, Chunk, HostTensor, Manifest, TensorEntry
+from echo.weights.manifest import Adapter, Base, Canary, Chunk, HostTensor, Manifest, TensorEntry
 from echo.weights.urls import VERSION_MAX, is_run_id
 from echo.weights.writing import flat, write_tensors
 
@@ -151,12 +151,14 @@ class WeightStore:
         created: float,
         delta_chain: int = 0,
         adapter: Adapter | None = None,
+        canary: Canary | None = None,
     ) -> Published:
         """Make a policy durable and servable, then retire versions of this run that nobody needs any more.
 
         tensors: may be a generator; about 128 MiB beside the current tensor are held. They must not change until the call
         returns. created: seconds since the epoch. keep: how many of the newest versions stay. delta_chain: how many versions
         back deltas are to lead, one for each version; 0 makes none. adapter: the tensors are one, of that full version.
+        canary: goes into the manifest.
 
         Raises WeightsError, with the store as it was, where the version is not above all others of the run, a tensor's bytes
         don't fit its dtype and shape, the adapter's full version is not here, or the disk is full.
@@ -197,6 +199,7 @@ class WeightStore:
                     tensors=written.tensors,
                     base=_link(base, base_digest, written.tensors, delta_chain),
                     adapter=adapter,
+                    canary=canary,
                 )
                 raw = manifests.encode(manifest)
                 self._files.write(raw, path)
