@@ -3,6 +3,7 @@
 Refuses to run anything.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ from blake3 import blake3
 
 from echo.weights.manifest import HostTensor
 
-DIVERGED_BELOW = 0.8
-"""A run has diverged that ends below this share of the best reward that it had reached, or that had to skip a step."""
+DIVERGED_BELOW = 0.7
+"""A run has diverged whose reward, at any point of its curve, is below this share of the best before, or that had to skip a
+step: also where it recovers later."""
 
 
 class Run(NamedTuple):
@@ -32,7 +34,9 @@ class Run(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        return self.skipped > 0 or self.final_reward < DIVERGED_BELOW * max(self.curve.values())
+        rewards = [self.curve[version] for version in sorted(self.curve)]
+        best = itertools.accumulate(rewards, max)
+        return self.skipped > 0 or any(reward < DIVERGED_BELOW * top for reward, top in zip(rewards, best, strict=True))
 
 
 def digest(tensors: Iterable[HostTensor]) -> str:

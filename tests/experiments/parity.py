@@ -20,7 +20,7 @@ from tests.experiments import loop, processes
 from tests.experiments.outcome import Run, Spread, digest, from_json, to_json
 
 WAYS = ("colocated", "sequential", "async")
-STEPS = 120
+STEPS = 100
 STALENESS = 4
 PRODUCERS = 2
 LIMIT_S = 900.0

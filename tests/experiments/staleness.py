@@ -17,7 +17,7 @@ from tests.experiments.loop import make_model, make_run, train
 from tests.experiments.outcome import Run, Spread, from_json, to_json
 
 LAGS = (0, 1, 4, 8, 11, 16)
-STEPS = 120
+STEPS = 100
 KEPT = 0.95
 DEFAULT: str = LearnerConfig().correction
 CORRECTIONS: tuple[str, ...] = tuple(dict.fromkeys((DEFAULT, "none", "token_tis")))
