@@ -124,6 +124,13 @@ def test_only_the_right_old_tensor_is_taken() -> None:
         apply_delta(old[:1000], delta, where="tensor 'w'")
 
 
+def test_what_lies_behind_a_delta_is_an_error() -> None:
+    """A delta ends where its last block ends."""
+    old, _, delta = example()
+    with pytest.raises(DeltaError, match="1 bytes too many"):
+        apply_delta(old, delta + b"\0")
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_damaged_delta_is_an_error_or_harmless(data: st.DataObject) -> None:

@@ -1,6 +1,8 @@
 """The store's small tensors, deltas and adapters: what shares a chunk, what leads from version to version, what is kept."""
 
 import os
+import shutil
+from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from echo.weights.store import Published, WeightStore
 
 KIB = 1024
 CHUNK = 64 * KIB
+Usage = namedtuple("Usage", "total used free")
 
 
 def bf16(name: str, seed: int, words: int = 32 * KIB, *, changes: int = 0) -> HostTensor:
@@ -87,9 +90,10 @@ def test_small_tensors_are_one_file(store: WeightStore) -> None:
 
 
 def test_a_version_of_small_tensors_takes_few_fsyncs(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the folders are there: a file and a folder for the tensors, for their deltas and for the manifest."""
-    publish(store, 0, [bf16(f"{number}", number, KIB) for number in range(25)])
-    publish(store, 1, [bf16(f"{number}", number, KIB, changes=1) for number in range(25)])
+    """Once the folders are there: a file and a folder for the tensors, for their deltas and for the manifest. What an earlier
+    version names is durable already."""
+    frozen = bf16("frozen", 99, 200 * KIB)
+    publish(store, 0, [frozen, *(bf16(f"{number}", number, KIB) for number in range(25))])
     # Which of the 256 folders a chunk lies in is its digest's choice: the next one's are made beforehand.
     for prefix in range(256):
         (store.root / "chunks" / f"{prefix:02x}").mkdir(exist_ok=True)
@@ -102,7 +106,7 @@ def test_a_version_of_small_tensors_takes_few_fsyncs(store: WeightStore, monkeyp
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", seen)
-    published = publish(store, 2, [bf16(f"{number}", number, KIB, changes=2) for number in range(25)])
+    published = publish(store, 1, [frozen, *(bf16(f"{number}", number, KIB, changes=1) for number in range(25))])
     assert published.manifest.delta_bytes > 0
     assert len(synced) == 6
 
@@ -278,11 +282,38 @@ def test_a_damaged_version_before_means_no_delta(store: WeightStore, harm: str) 
 
 def test_an_unreadable_version_before_is_no_obstacle(store: WeightStore) -> None:
     """Its manifest is damaged: the next version is published without deltas, and nothing is retired on a guess."""
-    published = publish(store, 0, policy(0), keep=1)
+    publish(store, 0, policy(0))
+    published = publish(store, 1, policy(1))
     published.path.write_bytes(b"{")
-    manifest = publish(store, 1, policy(1), keep=1).manifest
+    manifest = publish(store, 2, policy(2)).manifest
     assert manifest.base is None
-    assert_holds(store, manifest, policy(1))
+    assert_holds(store, manifest, policy(2))
+    assert store.versions("run") == [0, 1, 2]
+
+
+def test_verify_finds_a_damaged_delta(store: WeightStore) -> None:
+    """A puller would find it too, and take the whole tensor: the store says which file is bad."""
+    publish(store, 0, policy(0))
+    delta = entries(publish(store, 1, policy(1)).manifest)["embedding"].delta
+    assert delta is not None
+    path = store.chunk_path(delta.chunks[0].digest)
+    path.write_bytes(path.read_bytes()[:-1])
+    problem = store.verify()[0]
+    assert problem.path == path
+    assert "tensor 'embedding', version 1 of run 'run'" in problem.text
+
+
+def test_room_is_asked_for_deltas_too(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has room for the tensors, and not for deltas like the last ones beside them, is full."""
+    publish(store, 0, policy(0))
+    last = publish(store, 1, policy(1)).manifest
+    free = 16 * 2**20 + last.nbytes + last.delta_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, free - 1))
+    with pytest.raises(WeightsError, match=f"up to {last.nbytes + last.delta_bytes:,} needed"):
+        publish(store, 2, policy(2))
+    assert store.versions("run") == [0, 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, free))
+    assert publish(store, 2, policy(2)).manifest.delta_bytes > 0
 
 
 # Adapters
