@@ -11,7 +11,7 @@ from echo.broker import RunningBroker
 from tests.chaos.audit import Verdict, audit
 from tests.chaos.swarm import GROUP, TRAINER, WEIGHTS, Swarm
 
-STEPS = 6
+STEPS = 4
 KEYS: dict[str, Any] = {
     "mode": "sequential",
     "learner.steps": STEPS,
@@ -36,7 +36,7 @@ def weights(swarm: Swarm) -> dict[str, bytes]:
 
 def test_deaths_cost_time_and_change_nothing_that_is_learned(tansu: RunningBroker, tmp_path: Path) -> None:
     """One run where nothing happens, with one producer. Another with two: one dies in the middle of a request, with a group and
-    a half in the log, and the trainer dies after three steps."""
+    a half in the log, and the trainer dies after two steps."""
     with Swarm(tmp_path / "calm", tansu, producers=1, keys=KEYS) as calm:
         calm.start_all()
         calm.await_end()
@@ -48,7 +48,7 @@ def test_deaths_cost_time_and_change_nothing_that_is_learned(tansu: RunningBroke
         for role in (WEIGHTS, "p1"):
             stormy.start(role)
         stormy.start("p0", die_at=GROUP + GROUP // 2 + 1)
-        stormy.start(TRAINER, die_at="before-announced:4")
+        stormy.start(TRAINER, die_at="before-announced:3")
         stormy.await_death("p0")
         stormy.start("p0")
         stormy.await_death(TRAINER)
