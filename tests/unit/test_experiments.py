@@ -12,6 +12,7 @@ from echo.weights.manifest import HostTensor
 from producers.engines.base import Policy
 from producers.tiny_policy import build, character_tokenizer
 from tests.experiments import loop, overlap, parity, staleness
+from tests.experiments.__main__ import tell
 from tests.experiments.outcome import Run, Spread, digest, from_json, to_json
 
 
@@ -114,6 +115,15 @@ def test_no_seed_may_diverge_under_the_default_at_any_lag() -> None:
     assert result["other"]["16"]["diverged"] is True
     assert "0.550*" not in staleness.table(result).splitlines()[1]
     assert staleness.table(result).splitlines()[2].split() == ["other", "1.000*", "1.000*", "1.000*"]
+
+
+def test_the_last_line_is_the_verdict_and_the_status_goes_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert tell("parity", {"a": 1}, [], out) == 0
+    assert capsys.readouterr().out.splitlines() == ['{"a": 1}', "parity shows all that it must"]
+    assert tell("parity", {"a": 2}, ["this", "that"], out) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "parity misses: this; that"
+    assert json.loads(out.read_text()) == {"a": 2}
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
