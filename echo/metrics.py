@@ -137,7 +137,11 @@ class ProducerMetrics:
         self.scorings = counter("echo_produce_scorings", "Completions scored: ok, timeout, error", ("outcome",))
         self.pulls = counter("echo_produce_pulls", "Weight pulls: ok, failed, superseded", ("outcome",))
         self.pull_seconds = histogram("echo_produce_pull_seconds", "Pull time, ok only", SECONDS_BUCKETS)
-        self.pull_bytes = counter("echo_produce_pull_bytes", "Weight bytes received").labels(*me)
+        self.pull_bytes = counter("echo_produce_pull_bytes", "Weight bytes received, from the origin or a peer", ("source",))
+        self.pull_retries = counter(
+            "echo_produce_pull_retries", "Chunk and manifest requests that failed and were repeated"
+        ).labels(*me)
+        self.peer_sent_bytes = counter("echo_produce_peer_sent_bytes", "Chunk bytes sent to other producers").labels(*me)
         self.swap_seconds = histogram("echo_produce_swap_seconds", "Engine time to take new weights", SECONDS_BUCKETS)
         self.announce_to_serving_seconds = histogram(
             "echo_produce_announce_to_serving_seconds", "From the announcement's creation to serving", SECONDS_BUCKETS

@@ -303,17 +303,23 @@ def weights() -> list[Panel]:
         ),
         graph(
             "Pulls per minute",
-            "Weight pulls: ok, failed (the old version goes on serving), or superseded by a newer announcement.",
+            "Weight pulls: ok, failed (the old version goes on serving), or superseded by a newer announcement; and the requests "
+            "of pulls that were repeated.",
             units.Short,
-            [Query(f"60 * sum by (outcome) ({rate(producer('echo_produce_pulls_total'))})", "{{outcome}}")],
+            [
+                Query(f"60 * sum by (outcome) ({rate(producer('echo_produce_pulls_total'))})", "{{outcome}}"),
+                Query(f"60 * sum({rate(producer('echo_produce_pull_retries_total'))})", "requests repeated"),
+            ],
         ),
         graph(
             "Weight bytes per second",
-            "Weight bytes that producers received, and chunk bytes that the servers of this run's store sent.",
+            "Weight bytes that producers received from the origin and from peers, and chunk bytes that the servers of this run's "
+            "store and the producers among themselves sent.",
             units.BytesPerSecondIEC,
             [
-                Query(f"sum({rate(producer('echo_produce_pull_bytes_total'))})", "received"),
-                Query(served("echo_weights_sent_bytes_total"), "sent"),
+                Query(f"sum by (source) ({rate(producer('echo_produce_pull_bytes_total'))})", "received from {{source}}"),
+                Query(served("echo_weights_sent_bytes_total"), "sent by servers"),
+                Query(f"sum({rate(producer('echo_produce_peer_sent_bytes_total'))})", "sent by producers"),
             ],
         ),
         graph(

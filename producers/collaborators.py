@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from echo.log import LogProducer, LogReader
 from echo.topic_spec import TopicNames
 from producers.engines.base import Engine
-from producers.policy import PullClient
+from producers.fetch import PullClient
 from producers.tasks.base import Score, Task
 
 

@@ -7,9 +7,8 @@ engine says. Never pulls a backlog of versions one by one, and never acts on a m
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import structlog
 
@@ -20,8 +19,8 @@ from echo.log import BEGINNING, LogReader, LogRecord
 from echo.metrics import ProducerMetrics
 from echo.staleness import is_stale
 from echo.waiting import Watch
-from echo.weights.manifest import HostTensor
 from producers.engines.base import Policy
+from producers.fetch import Fetcher, PullClient
 
 log = structlog.get_logger("policy")
 
@@ -161,32 +160,6 @@ class PolicyListener:
         self._read = state
 
 
-class Pulled(Protocol):
-    """What a pull gives: the parts of `echo.weights.client.Pulled` that are used here."""
-
-    @property
-    def tensors(self) -> Mapping[str, HostTensor]: ...
-    @property
-    def received_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-class PullClient(Protocol):
-    """Verified pulls, as `echo.weights.client.WeightClient` does them."""
-
-    def pull(
-        self,
-        manifest_urls: Sequence[str],
-        *,
-        run_id: str,
-        version: int,
-        manifest_digest: str,
-        deadline_s: float,
-        cancelled: Callable[[], bool],
-    ) -> Pulled: ...
-
-
 class PolicyPuller:
     """Pulls the newest announced policy in a thread of its own and keeps it until the engine takes it.
 
@@ -210,10 +183,9 @@ class PolicyPuller:
     ) -> None:
         self._listener = listener
         self._changed = listener.changed
-        self._client = client
+        self._fetcher = Fetcher(client, metrics=metrics, deadline_s=deadline_s)
         self._metrics = metrics
         self._max_staleness = max_staleness
-        self._deadline_s = deadline_s
         self._first_retry_s = first_retry_s
         self._slot: Policy | None = None
         # The newest version that was pulled: also where the engine refuses it, it is not pulled again.
@@ -257,6 +229,7 @@ class PolicyPuller:
 
     def refused(self, policy: Policy, error: str) -> None:
         """The engine could not load it: the old version serves on, and this one is not pulled again."""
+        log.error("the engine refused a policy", version=policy.version, error=error)
         with self._changed:
             self._fail(f"the engine refused version {policy.version}: {error}")
 
@@ -293,14 +266,7 @@ class PolicyPuller:
     def _pull(self, announcement: Announcement, refreshes: int) -> None:
         version = announcement.version
         try:
-            pulled = self._client.pull(
-                announcement.manifest_urls,
-                run_id=announcement.run_id,
-                version=version,
-                manifest_digest=announcement.manifest_digest,
-                deadline_s=self._deadline_s,
-                cancelled=lambda: self._is_cancelled(version),
-            )
+            policy = self._fetcher.fetch(announcement, lambda: self._is_cancelled(version))
         except PullCancelled:
             with self._changed:
                 self._finish_next = True
@@ -312,10 +278,8 @@ class PolicyPuller:
                 self._wait_to_retry(version)
             return
         self._count("ok")
-        self._metrics.pull_seconds.observe(pulled.seconds)
-        self._metrics.pull_bytes.inc(pulled.received_bytes)
         with self._changed:
-            self._slot = Policy(version, pulled.tensors)
+            self._slot = policy
             # Else it was asked anew meanwhile: what is newest now is still to be pulled.
             if refreshes == self._refreshes:
                 self._settled = version

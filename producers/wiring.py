@@ -8,12 +8,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
-from echo.config import RunConfig
+from echo.config import RunConfig, WeightsConfig
 from echo.errors import ConfigError
 from echo.kafka import KafkaLogProducer, KafkaLogReader
 from echo.metrics import ProducerMetrics
 from echo.preflight import check_cluster
 from echo.weights.client import WeightClient
+from echo.weights.peers import PeerNode
+from echo.weights.server import Tls
+from echo.weights.transport import Access
+from echo.weights.urls import LOOPBACK, WILDCARDS
 from producers.collaborators import Collaborators, Stop, Tokenizer
 from producers.engines.registry import make_engine
 from producers.produce import ProduceLoop
@@ -26,13 +30,13 @@ _SCORERS = 2
 
 def produce(run: RunConfig, producer_id: str, *, metrics: ProducerMetrics, stop: Stop, metrics_url: str = "") -> str:
     """Be one producer of the run, to its end or to a stop; says which. Raises EchoError."""
-    with collaborators(run, producer_id, stop=stop) as made:
+    with collaborators(run, producer_id, stop=stop, metrics=metrics) as made:
         loop = ProduceLoop(run, producer_id, made, metrics=metrics, stop=stop, metrics_url=metrics_url)
         return loop.run()
 
 
 @contextmanager
-def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[Collaborators]:
+def collaborators(run: RunConfig, producer_id: str, *, stop: Stop, metrics: ProducerMetrics) -> Iterator[Collaborators]:
     """Open everything that the run file names, cheapest and likeliest to be wrong first; close it in reverse.
 
     Raises ConfigError, BrokerError, TopicError, TaskError, EngineError.
@@ -61,9 +65,12 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[C
         opened.callback(producer.close)
         weights = WeightClient(
             token=run.weights.token,
+            tls_ca=run.weights.tls_ca,
             connect_timeout_s=run.weights.connect_timeout_s,
             read_timeout_s=run.weights.read_timeout_s,
+            make_node=partial(_peer_node, run.weights, metrics) if run.weights.peers else None,
         )
+        opened.callback(weights.close)
         yield Collaborators(
             topics=spec.names,
             request_partitions=actual.topics[spec.names.requests].partitions,
@@ -81,6 +88,26 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop) -> Iterator[C
             task=task,
             scorer=scorer,
         )
+
+
+def _peer_node(weights: WeightsConfig, metrics: ProducerMetrics, access: Access) -> PeerNode:
+    """What serves this producer's chunks to the others. Raises WeightsError, ConfigError."""
+    if access.token is None and weights.peer_host not in LOOPBACK:
+        raise ConfigError(
+            f"weights.peer_host is {weights.peer_host!r} and there is no weights.token: set one, or use 127.0.0.1"
+        )
+    if weights.peer_host in WILDCARDS and weights.peer_url is None:
+        raise ConfigError(f"weights.peer_host is {weights.peer_host!r}, which peers can't reach: set weights.peer_url as well")
+    tls = Tls(weights.tls_cert, weights.tls_key) if weights.tls_cert is not None and weights.tls_key is not None else None
+    return PeerNode(
+        access,
+        host=weights.peer_host,
+        port=weights.peer_port,
+        url=weights.peer_url,
+        tls=tls,
+        max_egress_bytes_per_s=weights.max_egress_bytes_per_s,
+        sent=metrics.peer_sent_bytes.inc,
+    )
 
 
 def load_tokenizer(path: str, *, chat: bool) -> Tokenizer:

@@ -32,8 +32,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="A run file, or the store's folder.")]
 Run = Annotated[str | None, typer.Option("--run", help="Only this run; a run file names its own.")]
 
@@ -65,7 +63,7 @@ def serve(
     from echo.config import WeightsConfig
     from echo.metrics import WeightsMetrics
     from echo.weights.server import Tls, WeightServer, create_app
-    from echo.weights.urls import TOKEN_VARIABLE
+    from echo.weights.urls import LOOPBACK, TOKEN_VARIABLE
 
     # A server may be there before the first version.
     run, opened = _open(store, must_exist=False)
@@ -73,7 +71,7 @@ def serve(
     host = host if host is not None else config.host
     port = port if port is not None else config.port
     token = _token(run)
-    if token is None and host not in _LOOPBACK:
+    if token is None and host not in LOOPBACK:
         raise ConfigError(f"serving on {host!r} without a token: set weights.token or {TOKEN_VARIABLE}, or use 127.0.0.1")
     tls_cert, tls_key = tls_cert or config.tls_cert, tls_key or config.tls_key
     if (tls_cert is None) != (tls_key is None):
@@ -221,7 +219,10 @@ def pull(
     if run_id is None:
         raise ConfigError("a URL does not name the run: add --run RUN_ID")
     client = WeightClient(
-        token=_token(config), connect_timeout_s=weights.connect_timeout_s, read_timeout_s=weights.read_timeout_s
+        token=_token(config),
+        tls_ca=weights.tls_ca,
+        connect_timeout_s=weights.connect_timeout_s,
+        read_timeout_s=weights.read_timeout_s,
     )
     latest = client.latest(base_url, run_id)
     with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:

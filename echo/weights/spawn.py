@@ -17,11 +17,9 @@ import structlog
 from echo.config import RunConfig
 from echo.errors import ConfigError, WeightsError
 from echo.process import Child, stop_children
-from echo.weights.urls import TOKEN_VARIABLE, check_token
+from echo.weights.urls import TOKEN_VARIABLE, WILDCARDS, check_token
 
 log = structlog.get_logger("weights.spawn")
-
-_WILDCARDS = ("0.0.0.0", "::", "")
 
 
 class WeightServerProcess:
@@ -41,7 +39,7 @@ class WeightServerProcess:
         """
         weights = run.weights
         check_token(weights.token)
-        if weights.host in _WILDCARDS and weights.url is None:
+        if weights.host in WILDCARDS and weights.url is None:
             raise ConfigError(f"weights.host is {weights.host!r}, which producers can't reach: set weights.url as well")
         deadline = time.monotonic() + deadline_s
         log_path.parent.mkdir(parents=True, exist_ok=True)

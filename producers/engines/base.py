@@ -4,17 +4,30 @@ Refuses to know tasks, Kafka or HTTP. An engine runs in the thread that calls `g
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from echo.trajectory import Sampling
-from echo.weights.manifest import HostTensor
+from echo.weights.manifest import Canary, HostTensor
+
+
+class Adapter(NamedTuple):
+    """What a LoRA adapter is put on: the full policy's tensors, and how, as peft's LoraConfig has it (r, lora_alpha, ...)."""
+
+    tensors: Mapping[str, HostTensor]
+    config: Mapping[str, Any]
 
 
 class Policy(NamedTuple):
-    """Verified weights, waiting for the engine to take them at its next safe point."""
+    """Verified weights, waiting for the engine to take them at its next safe point.
+
+    tensors: by state-dict names; with `adapter`, LoRA's matrices for it, by the names of peft's files
+    (base_model.model.<module>.lora_A.weight). canary: what the trainer's model says, for the engine to compare with.
+    """
 
     version: int
     tensors: Mapping[str, HostTensor]
+    adapter: Adapter | None = None
+    canary: Canary | None = None
 
 
 class Completion(NamedTuple):
@@ -46,7 +59,8 @@ class Engine(Protocol):
     def load(self, policy: Policy) -> None:
         """Swap the weights in, all or nothing.
 
-        Raises EngineError, with the old weights still serving, where tensors are missing, unknown or of another shape.
+        Raises EngineError, with the old weights still serving, where tensors are missing, unknown or of another shape, or
+        the engine says something else about the canary than the trainer.
         """
 
     def generate(

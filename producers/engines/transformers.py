@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from echo.config import RunConfig
 from echo.errors import EngineError
 from echo.trajectory import Sampling
-from echo.weights.manifest import HostTensor
+from echo.weights import canary
+from producers.engines import loading
 from producers.engines.base import Completion, Policy, TakePolicy
 from producers.params import Params, validate
 
@@ -30,19 +31,6 @@ log = structlog.get_logger("engine")
 # Rows that have ended cost time until they leave the batch; making the batch smaller copies its KV cache, about the
 # memory traffic of one more token. From a quarter of ended rows on, the copy pays within a few tokens.
 _SHRINK_FROM = 0.25
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class TransformersParams(Params):
@@ -86,7 +74,10 @@ class TransformersEngine:
         self._end_ids = torch.tensor(_end_ids(model, config), dtype=torch.long, device=self._device)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._dtype = dtype
         self._version = -1
+        # Its host tensors, to go back to where the next one is refused.
+        self._policy: Policy | None = None
 
     @property
     def policy_version(self) -> int:
@@ -102,16 +93,36 @@ class TransformersEngine:
             raise EngineError(
                 f"policy {policy.version} does not come after policy {self._version}, which is being sampled from"
             )
-        plan = self._plan(policy)
+        steps = loading.plan(self._model, policy)
+        former = self._policy
         # Whatever breaks from here on (memory, the device) must not leave a mixture that passes for a policy.
-        self._version = -1
+        self._version, self._policy = -1, None
         try:
-            for target, source in plan:
-                target.copy_(_to_torch(source))
+            loading.apply(steps)
+            problem = self._ask_canary(policy)
+            if problem is not None and former is not None:
+                loading.apply(loading.plan(self._model, former))
         except RuntimeError as error:
             raise EngineError(f"policy {policy.version} broke off half-way, nothing can be sampled now: {error}") from error
-        self._version = policy.version
-        log.debug("policy loaded", version=policy.version, tensors=len(plan))
+        served = policy if problem is None else former
+        if served is not None:
+            self._version, self._policy = served.version, served
+        if problem is not None:
+            raise EngineError(f"policy {policy.version} is refused: {problem}")
+        log.debug("policy loaded", version=policy.version, tensors=len(steps))
+
+    @torch.inference_mode()
+    def _ask_canary(self, policy: Policy) -> str | None:
+        """Why what was just loaded can't be what the trainer published; None where it may be, or nobody said."""
+        if policy.canary is None:
+            return None
+        token_ids = policy.canary.token_ids
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+            return f"its canary has token ids outside this model's vocabulary of {self._vocabulary}"
+        ids = torch.tensor([token_ids], device=self._device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1]
+        logprobs = logits.float().log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).flatten().tolist()
+        return canary.problem(policy.canary, logprobs, self._dtype)
 
     @torch.inference_mode()
     def generate(
@@ -129,7 +140,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Give the model's memory back. The engine can't be used afterwards."""
-        self._version = -1
+        self._version, self._policy = -1, None
         del self._model
 
     def _generate(
@@ -192,34 +203,6 @@ class TransformersEngine:
             if not math.isfinite(logprob):
                 raise EngineError(f"policy {self._version} gives logprob {logprob} at token {index}: its weights are not sound")
             rows[owner].append(token, logprob, self._version, end)
-
-    def _plan(self, policy: Policy) -> list[tuple[torch.Tensor, HostTensor]]:
-        """Which parameter takes which tensor; raises EngineError, having changed nothing, where they do not fit."""
-        places = self._model.state_dict()
-        tied: dict[tuple[Any, ...], list[str]] = {}
-        for name, place in places.items():
-            key = (place.data_ptr(), place.shape, place.stride()) if place.numel() else (name,)
-            tied.setdefault(key, []).append(name)
-        given = policy.tensors
-        problems = [f"{name} is unknown to this model" for name in given if name not in places]
-        plan: list[tuple[torch.Tensor, HostTensor]] = []
-        for names in tied.values():
-            present = [name for name in names if name in given]
-            if not present:
-                problems.append(f"{' or '.join(names)} is missing")
-                continue
-            place, source = places[present[0]], given[present[0]]
-            problems.extend(problem for name in present if (problem := _misfit(name, place, given[name])) is not None)
-            if any(not np.array_equal(_bytes(given[name]), _bytes(source)) for name in present[1:]):
-                problems.append(f"{' and '.join(present)} differ, but this model ties them")
-            plan.append((place, source))
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise EngineError(
-                f"policy {policy.version} does not fit this model: {'; '.join(problems[:5])}{more};"
-                " the trainer and this producer must name the same model"
-            )
-        return plan
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         if not sampling.temperature > 0:
@@ -343,26 +326,3 @@ def _end_ids(model: str, config: Any) -> list[int]:
     if end is None:
         return []
     return list(end) if isinstance(end, list | tuple) else [int(end)]
-
-
-def _misfit(name: str, place: torch.Tensor, source: HostTensor) -> str | None:
-    """Why a tensor can't go into its place, None where it can."""
-    if tuple(source.shape) != tuple(place.shape):
-        return f"{name} has shape {tuple(source.shape)}, this model's has {tuple(place.shape)}"
-    dtype = _DTYPES.get(source.dtype)
-    if dtype is None or (dtype != place.dtype and not (dtype.is_floating_point and place.dtype.is_floating_point)):
-        return f"{name} has dtype {source.dtype}, this model's has {str(place.dtype).removeprefix('torch.')}"
-    if source.data.nbytes != place.numel() * dtype.itemsize:
-        return f"{name} has {source.data.nbytes} bytes, its shape and dtype need {place.numel() * dtype.itemsize}"
-    return None
-
-
-def _to_torch(source: HostTensor) -> torch.Tensor:
-    """A copy, since torch wants to own writable memory."""
-    tensor = torch.empty(source.shape, dtype=_DTYPES[source.dtype])
-    tensor.view(-1).view(torch.uint8).numpy()[:] = _bytes(source)
-    return tensor
-
-
-def _bytes(source: HostTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(source.data, dtype=np.uint8)

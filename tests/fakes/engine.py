@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from echo.errors import EngineError, PullCancelled, WeightsError
 from echo.trajectory import Sampling
-from echo.weights.manifest import HostTensor
+from echo.weights.manifest import HostTensor, Manifest
 from producers.engines.base import Completion, Policy, TakePolicy
+from producers.fetch import Pulled
 from producers.tasks.base import Prompt, Score
 
 
@@ -112,14 +113,20 @@ class FakeScorer:
 
 class FakePulled(NamedTuple):
     tensors: Mapping[str, HostTensor]
+    manifest: Manifest
+    manifest_digest: str = ""
     received_bytes: int = 4
+    peer_bytes: int = 1
     seconds: float = 0.01
+    retries: int = 0
+    patched: int = 0
 
 
 class FakeWeights:
     """A weight client whose pulls end when the test allows: at once, unless `hold` names the version.
 
-    fails: versions whose pull raises, as long as they are in it. asked, pulled, cancelled: versions, in order.
+    fails: versions whose pull raises, as long as they are in it. asked, pulled, cancelled: versions, in order. had: for each
+    that was pulled, the version that was held.
     """
 
     def __init__(self) -> None:
@@ -127,6 +134,7 @@ class FakeWeights:
         self.asked: list[int] = []
         self.pulled: list[int] = []
         self.cancelled: list[int] = []
+        self.had: list[int | None] = []
         self._held: set[int] = set()
         self._changed = threading.Condition()
 
@@ -148,6 +156,8 @@ class FakeWeights:
         manifest_digest: str,
         deadline_s: float,
         cancelled: Callable[[], bool],
+        have: Pulled | None,
+        progress: Callable[[int, int], None] | None,
     ) -> FakePulled:
         with self._changed:
             self.asked.append(version)
@@ -160,4 +170,6 @@ class FakeWeights:
             raise WeightsError(f"{manifest_urls[0]}: no answer", retriable=True)
         data = memoryview(version.to_bytes(4, "little"))
         self.pulled.append(version)
-        return FakePulled({"w": HostTensor("w", "I32", (1,), data)})
+        manifest = Manifest(schema="2.0", run_id=run_id, version=version, step=version, created=0.0, tensors=())
+        self.had.append(have.manifest.version if have is not None else None)
+        return FakePulled({"w": HostTensor("w", "I32", (1,), data)}, manifest)

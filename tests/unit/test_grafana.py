@@ -145,6 +145,7 @@ def test_names_are_those_of_an_exposition() -> None:
     """`metrics_in` and `names_of` speak of the same names, so that a live process can be held against the board."""
     metrics = ProducerMetrics("r", "p", registry := CollectorRegistry())
     metrics.pulls.labels("r", "p", "ok").inc()
+    metrics.pull_bytes.labels("r", "p", "origin").inc()
     metrics.phase_seconds.labels("r", "p", "wait").inc()
     metrics.scorings.labels("r", "p", "ok").inc()
     names = promql.names_of(generate_latest(registry).decode())
