@@ -277,6 +277,23 @@ def test_a_completion_weighs_as_one_under_sequence_tis_and_gspo():
     assert two_tokens((False, True), correction="sequence_tis").tolist() == [pytest.approx([0, 0.25]), pytest.approx([0.5, 0])]
 
 
+def test_a_completions_log_ratio_is_clamped_as_a_whole():
+    """Two tokens of log-ratio -15 each weigh e^-20 together, not e^-30."""
+    logprobs = torch.full((1, 2), -16.0, dtype=torch.float64, requires_grad=True)
+    policy_loss(
+        logprobs,
+        proximal=logprobs.detach(),
+        behaviour=torch.full((1, 2), -1.0, dtype=torch.float64),
+        advantages=torch.ones(1, dtype=torch.float64),
+        mask=torch.tensor([[True, True]]),
+        entropy=torch.zeros(1, 2, dtype=torch.float64),
+        size=BatchSize(1, 2),
+        settings=with_changes(correction="sequence_tis"),
+    ).loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [pytest.approx([-math.exp(-LOG_RATIO_LIMIT) / 2] * 2, rel=1e-12)]
+
+
 def test_normalisation_by_hand():
     """Two tokens and one token: each token 1/3; each row 1/2, so 1/4 and 1/2; or 1/(2 * 11) whatever the length."""
     for normalization, (long, short) in {
