@@ -83,7 +83,7 @@ def collect(work: Path, *, say: Callable[[str], None]) -> dict[str, Pace]:
             learner={"steps": STEPS},
             checkpoint={"every": STEPS},
         )
-        pace = measure(run, work / f"overlap-{name}", per_step_s=per_step_s)
+        pace = measure(run, work / "overlap", per_step_s=per_step_s)
         say(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in pace._asdict().items())}")
         return pace
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from echo.config import RunConfig
 from tests.experiments import loop, processes
 from tests.experiments.outcome import Run, Spread, digest, from_json, to_json
 
@@ -54,19 +55,20 @@ def _run(work: Path, seed: int, way: str, steps: int) -> Run:
         checkpoint={"every": steps},
         weights={"keep": loop.LAST_STEPS + STALENESS + 2},
     )
-    done = loop.train(run, 0) if way == "colocated" else _processes(run, work / "parity" / f"{way}-seed{seed}")
+    done = loop.train(run, 0) if way == "colocated" else in_processes(run, work / "parity")
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(to_json(done)))
     return done
 
 
-def _processes(run: Any, folder: Path) -> Run:
+def in_processes(run: RunConfig, folder: Path) -> Run:
+    """The run as processes, `run.mode` and all else as its file says."""
     with processes.start(run, folder, producers=PRODUCERS) as running:
         running.finish(limit_s=LIMIT_S)
         lines = running.steps()
         newest = max(running.versions())
         assert newest == run.learner.steps, f"{newest} versions for {run.learner.steps} steps"
-        policies = [running.policy(version) for version in range(newest - loop.LAST_STEPS + 1, newest + 1)]
+        policies = [running.policy(version) for version in range(max(1, newest - loop.LAST_STEPS + 1), newest + 1)]
     with loop.sampler_of(run) as sampler:
         final = float(np.mean([sampler.reward(policy, prompts=loop.LAST_PROMPTS) for policy in policies]))
     return Run(

@@ -1,13 +1,14 @@
 """A run as anybody starts it: broker, weight server, trainer and producers, each a process, over a real log.
 
-    with start(run, folder) as broker_run:
-        broker_run.finish(limit_s=300)
+    with start(run, folder) as running:
+        running.finish(limit_s=300)
 
 Refuses to outlive its block, to wait without end, and to go on after a process that failed: it raises with the end of its log.
 """
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -105,8 +106,12 @@ class RunningProcesses:
 
 @contextmanager
 def start(run: RunConfig, folder: Path, *, producers: int = 1, commands: Commands = REAL) -> Iterator[RunningProcesses]:
-    """Start everything in the new `folder` on a Tansu of its own; whatever still runs at the end of the block is stopped."""
-    folder.mkdir(parents=True)
+    """Start everything on a Tansu of its own; whatever still runs at the end of the block is stopped.
+
+    What they write goes into a new folder in `folder`, so that an experiment that broke off can be done again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{run.run_id}-", dir=folder))
     with ExitStack() as opened:
         broker = opened.enter_context(start_broker(plan_broker(environ={}), data_dir=folder / "broker"))
         train_port, weights_port, *produce_ports = free_ports(2 + producers)

@@ -1,19 +1,27 @@
 """The laboratory: that a lag is what it is said to be, and that conclusions follow from the runs. Not its numbers."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from echo.weights.manifest import HostTensor
 from producers.engines.base import Policy
-from producers.tiny_policy import build, character_tokenizer
 from tests.experiments import loop, overlap, parity, staleness
 from tests.experiments.__main__ import tell
 from tests.experiments.outcome import Run, Spread, digest, from_json, to_json
+from tests.experiments.untrained import untrained_run
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run_of(final: float, *, best: float = 1.0, skipped: int = 0) -> Run:
@@ -30,25 +38,10 @@ def test_a_step_is_sampled_by_the_version_of_lag_steps_before(lag: int) -> None:
     assert found == [max(0, step - lag) for step in range(6)]
 
 
+@pytest.mark.usefixtures("_one_thread")
 def test_the_loop_trains_batches_that_are_as_stale_as_it_says(tmp_path: Path) -> None:
     """And all that it gives follows from its run file and lag: the same again."""
-    torch.set_num_threads(1)
-    path = tmp_path / "model"
-    torch.manual_seed(0)
-    tokenizer = character_tokenizer()
-    model = build(tokenizer)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    # A partial score, so that a policy that knows nothing gets rewards that differ.
-    run = loop.make_run(
-        path,
-        0,
-        task={"params": {"dataset": "spell_backward", "prompt": "{metadata[word]}="}},
-        batch={"groups_per_step": 2},
-        producer={"groups_per_call": 1},
-        learner={"steps": 3},
-    )
+    run = untrained_run(tmp_path / "model", steps=3)
     ages: list[list[int]] = []
     first = loop.train(run, 1, judge=False, watch=lambda step, stats: ages.append(sorted(set(stats.staleness))))
     assert ages == [[0], [1], [1]]
