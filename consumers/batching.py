@@ -103,7 +103,7 @@ def shares(lengths: Sequence[int], tokens: int, ranks: int) -> list[list[list[in
     parts = split(lengths, tokens)
     if ranks > 1:
         rounds = -(-len(parts) // ranks)
-        low, high = max(lengths), max(tokens, max(lengths))
+        low, high = min(tokens, *lengths), tokens
         while low < high:  # The smallest budget that makes so many rounds; a larger one never makes more.
             middle = (low + high) // 2
             if len(split(lengths, middle)) <= rounds * ranks:

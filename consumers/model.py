@@ -7,6 +7,7 @@ LoRA (Hu et al., arXiv 2106.09685), by peft: W + scale * B A with scale = alpha 
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,7 +177,9 @@ def _with_adapters(base: Any, lora: LoraConfig, names: tuple[str, ...]) -> Any:
         bias="none",
     )
     try:
-        module = peft.get_peft_model(base, settings)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings", UserWarning)  # An error below.
+            module = peft.get_peft_model(base, settings)
     except ValueError as error:
         raise ConfigError(f"learner.lora.target_modules: {' '.join(str(error).split())}") from None
     for name, layer in base.named_modules():

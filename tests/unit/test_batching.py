@@ -26,6 +26,50 @@ def test_split_keeps_every_row_once_and_the_budget(lengths, tokens):
         assert (len(part) + 1) * lengths[part[0]] > tokens
 
 
+@given(lengths=LENGTHS, tokens=st.integers(1, 200), ranks=st.integers(1, 5))
+def test_shares_keep_every_row_once_in_as_few_rounds_as_fit(lengths, tokens, ranks):
+    """Every rank has equally many micro-batches, none above the budget, and no round more than the budget asks for."""
+    shares = batching.shares(lengths, tokens, ranks)
+    parts = [part for share in shares for part in share]
+    assert len(shares) == ranks
+    assert {len(share) for share in shares} == {-(-len(batching.split(lengths, tokens)) // ranks)}
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    assert all(len(part) <= 1 or len(part) * max(lengths[index] for index in part) <= tokens for part in parts)
+    if ranks == 1:
+        assert shares == [batching.split(lengths, tokens)]
+
+
+def test_ranks_share_a_batch_evenly():
+    """All eight rows would fit into one micro-batch; four ranks take two each. The long row is one rank's share."""
+    assert batching.shares([5] * 8, 1000, 4) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    assert batching.shares([90, 10, 10, 10], 1000, 2) == [[[0]], [[1, 2, 3]]]
+    assert batching.shares([5], 1000, 2) == [[[0]], [[]]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    tokens=st.integers(1, 60),
+    ranks=st.integers(1, 4),
+    together=st.sampled_from([1, 2]),
+)
+def test_a_rank_without_rows_has_one_that_counts_for_nothing(lengths, tokens, ranks, together):
+    """What is trained over all ranks is every row once; pairs stay pairs, also where they count for nothing."""
+    rows = [
+        batching.Row(make_trajectory(completion_ids=[number + 1] * length), 1.0 - 2 * half, number, together=together)
+        for number, length in enumerate(lengths)
+        for half in range(together)
+    ]
+    parts = list(batching.micro_batches(rows, tokens, ranks=ranks))
+    assert [p.input_ids.tolist() for p in parts] == [
+        p.input_ids.tolist() for rank in range(ranks) for p in batching.micro_batches(rows, tokens, ranks=ranks, rank=rank)
+    ]
+    trained = [number for p in parts for number, mask in zip(p.staleness.tolist(), p.loss_mask, strict=True) if mask.any()]
+    assert sorted(trained) == sorted([*range(len(lengths))] * together)
+    for p in parts:
+        assert len(p.input_ids) % together == 0
+        assert p.loss_mask.any(dim=1).tolist() == (p.advantages != 0).tolist()
+
+
 def test_equal_lengths_keep_their_order():
     assert batching.split([5, 7, 5, 7, 5], 14) == [[1, 3], [0, 2], [4]]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -16,7 +17,7 @@ from consumers.wiring import Clients, trainer_of
 from echo import codec, control, journal, report
 from echo.config import RunConfig
 from echo.control import Announcement, EndOfRun, Progress
-from echo.errors import CheckpointError, FencedError
+from echo.errors import CheckpointError, FencedError, TrainingError
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.topic_spec import TopicNames
@@ -278,3 +279,46 @@ def test_a_group_longer_than_the_model_takes_is_dropped(model_path: str, tmp_pat
     train(run, cluster)
     counts = cluster.counts(run)
     assert (counts.trained, counts.dropped) == (2 * GROUP, {"too_large": 1})
+
+
+def test_steps_that_are_not_finite_end_the_run_after_so_many_in_a_row(model_path: str, tmp_path: Path) -> None:
+    """Two left out, a good one, then three in a row: told, counted, resolved as such, and the weights as they were."""
+    cluster = Cluster(partitions=1)  # Trained in the order of their numbers.
+    run = make_run(model_path, tmp_path, steps=20, learner={"max_skipped": 3}, checkpoint={"every": 100})
+    for number in range(12):
+        with cluster.log.changed:
+            for member in make_group(GROUP, number=number, loss_mask=np.full(4, number in (4, 5))).members:
+                key, headers, value = codec.encode(member.trajectory)
+                cluster.log.append(NAMES.trajectories, key, value, headers)
+    metrics = TrainerMetrics(RUN_ID, CollectorRegistry())
+    with (
+        pytest.raises(TrainingError, match=r"3 steps in a row, up to step 6, were left out: .*0 tokens to train"),
+        trainer_of(run, cluster.clients, metrics=metrics, stop=StopSignal()) as trainer,
+    ):
+        trainer.run()
+    assert metrics.registry.get_sample_value("echo_train_steps_skipped_total", {"run": RUN_ID}) == 5
+    counts = cluster.counts(run)
+    assert (counts.trained, counts.dropped) == (2 * GROUP, {"nonfinite": 10 * GROUP})
+
+
+def test_the_numbers_of_a_step_are_shown(model_path: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.sample(range(2))
+    metrics = TrainerMetrics(RUN_ID, CollectorRegistry())
+    run = make_run(model_path, tmp_path, steps=1, learner={"kl_coefficient": 0.1})
+    with trainer_of(run, cluster.clients, metrics=metrics, stop=StopSignal()) as trainer:
+        trainer.run()
+
+    def shown(name: str, **labels: str) -> float:
+        value = metrics.registry.get_sample_value(f"echo_train_{name}", {"run": RUN_ID, **labels})
+        assert value is not None, name
+        return value
+
+    for phase in ("wait", "unpack", "forward", "backward", "publish", "checkpoint"):
+        assert shown("phase_seconds_total", phase=phase) > 0
+    assert 0 < shown("ess_ratio") <= 1
+    assert shown("reward_std") == 0.5
+    assert shown("learning_rate") == run.learner.lr
+    assert shown("tokens_per_second") > 0
+    assert shown("reference_kl_nats") == pytest.approx(0, abs=1e-9)
+    assert (shown("ranks"), shown("steps_skipped_total")) == (1, 0)
