@@ -25,7 +25,8 @@ import yaml
 from accelerate.state import AcceleratorState
 
 from consumers.groups import Group, Member
-from consumers.learner import Learner, StepStats
+from consumers.learner import Learner
+from consumers.step import StepStats
 from echo.config import RunConfig
 from echo.sequential import calls_of_step, mix_seed, prompt_seed, requested_group
 from producers import rollout

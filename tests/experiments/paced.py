@@ -15,7 +15,8 @@ import consumers.cli
 import producers.cli
 from consumers import wiring
 from consumers.groups import Group
-from consumers.learner import Learner, StepStats
+from consumers.learner import Learner
+from consumers.step import StepStats
 from echo.config import RunConfig
 from echo.trajectory import Sampling
 from producers.engines import registry
