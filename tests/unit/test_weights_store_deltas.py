@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from echo.errors import ManifestError, WeightsError
 from echo.weights import manifest as manifests
+from echo.weights import writing
 from echo.weights.chunks import ChunkFiles, StoredTensor
 from echo.weights.delta import apply_delta
 from echo.weights.manifest import Adapter, Base, Chunk, Delta, HostTensor, Manifest, TensorEntry, deltas_between
@@ -171,6 +172,27 @@ def test_deltas_lead_from_version_to_version(store: WeightStore) -> None:
                 held[name] = bytes(apply_delta(held[name], read(store, entry.delta)))
         assert all(held[one.name] == bytes(one.data) for one in policy(version) if one.name != "step")
         assert_holds(store, manifest, policy(version))
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("window", [0, 2**30])
+def test_deltas_of_any_size_find_their_place(store: WeightStore, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a chunk, alone in one, or cut into many, and whether results are taken one by one or all at the end."""
+    monkeypatch.setattr(writing, "_WINDOW_BYTES", window)
+    words = [3, 5000, 40, 300, 34 * KIB, 17, 700, 5000, 3000, 2000]
+    versions = [[bf16(f"{n}", n, size, changes=changes) for n, size in enumerate(words)] for changes in (0, 1)]
+    for version, tensors in enumerate(versions):
+        published = store.publish("run", version, version, iter(tensors), chunk_bytes=512, keep=2, created=1.5, delta_chain=1)
+    old = {one.name: bytes(one.data) for one in versions[0]}
+    counts = set()
+    for new, entry in zip(versions[1], published.manifest.tensors, strict=True):
+        assert read(store, entry) == bytes(new.data)
+        if entry.delta is not None:
+            assert apply_delta(old[entry.name], read(store, entry.delta)) == bytes(new.data)
+            counts.add(len(entry.delta.chunks))
+    assert {1, 2} <= counts
+    offsets = [entry.delta.offset for entry in published.manifest.tensors if entry.delta is not None]
+    assert any(offsets)
     assert store.verify() == []
 
 
