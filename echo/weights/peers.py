@@ -109,8 +109,9 @@ class PeerNode:
         self._abort.set()
         with self._changed:
             self._changed.notify_all()
-        self._server.stop()
         self._thread.join()
+        self._leave()
+        self._server.stop()
 
     def exchange(
         self, session: Session, base: str, run_id: str, version: int, order: Sequence[str], pending: Collection[str]
@@ -170,6 +171,19 @@ class PeerNode:
                         log.info("the tracker does not hear us", error=str(error))
         finally:
             session.close()
+
+    def _leave(self) -> None:
+        """So that nobody asks in vain until the tracker forgets."""
+        with self._changed:
+            settled = self._settled
+        if settled is not None:
+            session = Session(self._access, Abort())
+            try:
+                _tell(session, settled[0], Peer(url=self.url, leaving=True))
+            except WeightsError as error:
+                log.info("left without a word", error=str(error))
+            finally:
+                session.close()
 
 
 def _tell(session: Session, url: str, peer: Peer) -> list[Peer]:

@@ -23,7 +23,7 @@ class Peer(BaseModel):
     """What one puller says of itself.
 
     url: where it serves, like http://10.0.0.7:9104. have: chunks that it holds and serves, pending: chunks that are on their
-    way to it from the origin; both base64 of a bitmap over `manifest.unique_chunks`, lowest bit first.
+    way to it from the origin; both base64 of a bitmap over `peers.unique_chunks`, lowest bit first. leaving: it serves no more.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -31,6 +31,7 @@ class Peer(BaseModel):
     url: Annotated[str, Field(max_length=512, pattern=r"^https?://[A-Za-z0-9._\-\[\]:%/]+$")]
     have: Bitmap = ""
     pending: Bitmap = ""
+    leaving: bool = False
 
 
 class Peers(BaseModel):
@@ -48,9 +49,12 @@ class Tracker:
         self._versions: dict[tuple[str, int], dict[str, tuple[float, Peer]]] = {}
 
     def announce(self, run_id: str, version: int, peer: Peer) -> bool:
-        """Remember what a peer says, until it says something else. False: there is no room for more."""
+        """Remember what a peer says, until it says something else or leaves. False: there is no room for more."""
         self._forget()
         key = (run_id, version)
+        if peer.leaving:
+            self._versions.get(key, {}).pop(peer.url, None)
+            return True
         if key not in self._versions and len(self._versions) >= VERSIONS_MAX:
             return False
         known = self._versions.setdefault(key, {})
@@ -58,10 +62,6 @@ class Tracker:
             return False
         known[peer.url] = (self._clock() + self._ttl_s, peer)
         return True
-
-    def leave(self, run_id: str, version: int, url: str) -> None:
-        """Forget a peer at once."""
-        self._versions.get((run_id, version), {}).pop(url, None)
 
     def peers(self, run_id: str, version: int) -> list[Peer]:
         self._forget()

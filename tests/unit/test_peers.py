@@ -136,6 +136,7 @@ def test_what_one_producer_holds_the_next_pulls_from_it(origin: Origin) -> None:
         assert (pulled.peer_bytes, pulled.received_bytes, pulled.retries) == (NBYTES, NBYTES, 0)
         assert (origin.sent_bytes - before, sum(sent)) == (0, NBYTES)
         eventually(lambda: list(origin.peers().values()) == [CHUNKS] * 2, "the second serves as well")
+    assert origin.peers() == {}, "who stops as planned takes its leave"
 
 
 def test_pullers_at_the_same_time_share_what_the_origin_sends(tmp_path: Path) -> None:

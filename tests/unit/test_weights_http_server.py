@@ -215,8 +215,8 @@ def test_peers_hear_of_each_other(store: WeightStore) -> None:
     with serving(store) as server:
         where = f"{server.url}/v1/runs/run/peers/7"
         assert httpx.get(where).json() == {"peers": []}
-        first = {"url": "http://10.0.0.1:9104", "have": "AQ==", "pending": ""}
-        second = {"url": "http://10.0.0.2:9104", "have": "", "pending": "Ag=="}
+        first = {"url": "http://10.0.0.1:9104", "have": "AQ==", "pending": "", "leaving": False}
+        second = {"url": "http://10.0.0.2:9104", "have": "", "pending": "Ag==", "leaving": False}
         assert httpx.post(where, json=first).json() == {"peers": []}
         assert httpx.post(where, json=second).json() == {"peers": [first]}
         again = first | {"have": "Aw=="}
@@ -254,7 +254,7 @@ def test_the_tracker_forgets(store: WeightStore) -> None:
     assert tracker.announce("run", 1, Peer(url="http://b:1"))
     now = 11.0
     assert [peer.url for peer in tracker.peers("run", 1)] == ["http://b:1"]
-    tracker.leave("run", 1, "http://b:1")
+    assert tracker.announce("run", 1, Peer(url="http://b:1", leaving=True))
     assert tracker.peers("run", 1) == []
     taken = [tracker.announce("run", 1, Peer(url=f"http://{number}:1")) for number in range(1025)]
     assert taken == [True] * 1024 + [False]
