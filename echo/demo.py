@@ -196,7 +196,9 @@ def _report(
         pulls=pulls,
         seconds=seconds(),
     )
-    report.plot(lines, staleness_bound=run.staleness_bound, title=f"{run.run_id}: reward and staleness", path=out / "reward.png")
+    report.plot(
+        lines, staleness_bound=run.staleness_bound, title=f"{run.run_id}: reward and staleness", path=out / "reward.png"
+    )
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     (out / "bias.json").write_text(json.dumps(bias.result(), indent=2) + "\n")
     return summary, bias.result()

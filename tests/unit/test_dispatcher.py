@@ -247,7 +247,7 @@ class Swarm:
                 self.ready.add(name)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_interleaving_delivers_every_step_once_from_its_own_version(data: st.DataObject) -> None:
     """Deaths, stalls, drops, late and double answers: every step gets each of its prompts once, of the version it named."""
