@@ -19,13 +19,14 @@ from consumers.digest import batch_digest
 from consumers.fleet_listener import FleetListener
 from consumers.groups import Group
 from consumers.intake import Intake
-from consumers.learner import Learner, StepStats
+from consumers.learner import Learner
 from consumers.ledger import OUTCOME_OF, Reason, Resolution, by_reason
 from consumers.lineage import touches
 from consumers.outcomes import Outcomes
 from consumers.policy import AdapterBase, PolicyPublisher
 from consumers.reader import TrajectoryReader
 from consumers.requester import Requester
+from consumers.step import StepStats
 from echo.config import RunConfig
 from echo.control import Grant
 from echo.errors import TrainingError

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,20 @@ def test_run_files_take_adapters_by_their_defaults() -> None:
     run = RunConfig.model_validate({"run_id": "r", "model": {"path": "m"}, "learner": {"lora": {}}})
     assert run.learner.lora is not None
     assert (run.learner.lora.rank, run.learner.lora.alpha, run.learner.lora.target_modules) == (16, 32, "all-linear")
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        # What `accelerate launch --cpu --num_processes 2` gives the one process that it starts.
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "has started one: without --multi_gpu it does"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "set learner.sharding, and launch without --use_fsdp"),
+    ],
+)
+def test_a_launch_that_would_not_do_what_was_meant_is_refused(
+    model_path: str, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], says: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        Learner(make_run(model_path))
