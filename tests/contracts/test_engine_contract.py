@@ -91,6 +91,18 @@ def test_the_same_seed_gives_the_same_completions_and_another_seed_others(engine
     assert [c.token_ids for c in unseeded[0]] != [c.token_ids for c in unseeded[1]]
 
 
+def test_a_seeded_call_depends_on_no_call_before_it(engine: Engine) -> None:
+    """What a producer is asked for in sequential mode must not depend on who it is, and what else it has sampled."""
+    engine.load(as_policy(tiny_model(8), 0))
+    engine.generate(PROMPTS, Sampling(max_tokens=16))
+    engine.load(as_policy(tiny_model(7), 1))
+    seeded = Sampling(max_tokens=16, seed=2**62 + 1)
+    first = engine.generate(PROMPTS, seeded)
+    engine.generate(PROMPTS[:2], Sampling(max_tokens=4, seed=3))
+    torch.manual_seed(5)
+    assert engine.generate(PROMPTS, seeded) == first
+
+
 def test_members_of_a_group_differ(engine: Engine) -> None:
     """A repeated prompt is sampled anew each time, with a seed too."""
     engine.load(as_policy(tiny_model(7), 0))

@@ -204,6 +204,17 @@ def test_a_killed_trainer_comes_to_the_weights_of_one_that_lived(model_path: str
     assert (counts.trained, counts.dropped, counts.staleness_max) == (STEPS * 4 * GROUP, {"stale": 2 * 4 * GROUP}, 0)
 
 
+def test_steps_of_one_version_ask_for_prompts_of_their_own(model_path: str, tmp_path: Path) -> None:
+    """publish_every 2: two steps name the same version, and no group id comes twice."""
+    cluster = Cluster()
+    swarm = Swarm(cluster, "a", deliver=all_at_once)
+    run = sequential_run(model_path, tmp_path, learner={"publish_every": 2})
+    train(run, cluster, swarm)
+    assert [(r.step, r.version) for r in swarm.requests] == [(0, 0), (0, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
+    assert len({name for request in swarm.requests for name in request.group_ids}) == 4 * STEPS
+    assert [line["staleness"] for line in steps_of(run)] == [{"0": 4 * GROUP}] * STEPS
+
+
 def test_what_nobody_asked_for_is_not_trained(model_path: str, tmp_path: Path) -> None:
     """Also where it is fresh and would make a batch."""
 
