@@ -3,18 +3,17 @@
 Run by `tests.chaos.processes`: arguments are the rank, the port where the two meet, and the seconds of a collective's timeout.
 """
 
-import os
 import sys
 import time
 
 from consumers.parallel import Command, Team
 from echo.errors import RankError
+from tests.parallel.rank_process import be_rank
 
 
 def main() -> None:
     rank, port, timeout_s = sys.argv[1:]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ.update(place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"})
+    be_rank(rank, port)
     team = Team(precision="float32", timeout_s=float(timeout_s))
     print("together", flush=True)
     try:

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from consumers.checkpoint import CheckpointStore
 from consumers.groups import Group
-from consumers.learner import Learner, StepStats, team_of
+from consumers.learner import Learner, team_of
 from consumers.parallel import Command, Team, whole
+from consumers.step import StepStats
 from echo.config import RunConfig
 from echo.process import die_with_parent
 from echo.weights.manifest import HostTensor

@@ -1,7 +1,6 @@
 """Ranks that only wait notice that the other one is gone: killed at once, halted after the timeout."""
 
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from tests.chaos.processes import Process, warm_up
 from tests.eventually import eventually
+from tests.parallel.launch import free_port
 
 TIMEOUT_S = 4
 PATIENCE_S = 60
@@ -17,9 +17,7 @@ PATIENCE_S = 60
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[Process]]:
     warm_up()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     pair = [
         Process(f"rank {rank}", "tests.parallel.lonely", [str(rank), port, str(TIMEOUT_S)], log_path=tmp_path / f"{rank}.log")
         for rank in (0, 1)

@@ -1,4 +1,4 @@
-"""echo-train on two ranks over a real broker: it runs to its end; a rank that is killed ends the job; one process goes on."""
+"""echo-train on two ranks over a real broker: its end, a planned stop, and a killed rank, after which one process goes on."""
 
 import signal
 import time
@@ -20,9 +20,10 @@ from echo.config import RunConfig
 from echo.kafka.admin import KafkaLogAdmin
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
+from tests.chaos.processes import Process, warm_up
 from tests.eventually import eventually
 from tests.helpers import RUN_ID, make_group
-from tests.parallel.launch import launch
+from tests.parallel.launch import free_port, launch
 from tests.unit.test_learner import make_model
 
 GROUP = 3
@@ -76,20 +77,46 @@ def ranks_of(launcher: int) -> dict[int, psutil.Process]:
     return {int(child.environ()["RANK"]): child for child in psutil.Process(launcher).children() if child.environ().get("RANK")}
 
 
-def test_two_ranks_train_and_one_that_is_killed_ends_the_job(run: RunConfig, tmp_path: Path) -> None:
-    """An end with status 0; a kill -9 while rank 0 waits for records, after which nobody is left; and a resume on one rank."""
-    file, log_path = str(tmp_path / "run.yaml"), tmp_path / "job.log"
+def ranks_by_fork(file: Path, *overrides: str) -> list[Process]:
+    """echo-train as two ranks, each begun in no time, and stopped as a launcher would."""
+    warm_up()
+    port = str(free_port())
+    return [
+        Process(
+            f"rank {rank}",
+            "tests.parallel.rank_process",
+            [str(rank), port, str(file), *overrides],
+            log_path=file.with_name(f"{rank}.log"),
+        )
+        for rank in (0, 1)
+    ]
+
+
+def test_two_ranks_train_to_the_end_or_to_a_planned_stop(run: RunConfig, tmp_path: Path) -> None:
+    """Both end with status 0: after the last step, and asked to, with a checkpoint of what was done."""
     sample(run, range(2 * GROUPS_PER_STEP))
-    job = launch("consumers.cli", file, log_path=log_path)
-    assert job.wait(PATIENCE_S) == 0, log_path.read_text()
-    assert steps(run) == [1, 2]
-    assert "run finished" in log_path.read_text()
+    pair = ranks_by_fork(tmp_path / "run.yaml")
+    assert [rank.wait(PATIENCE_S) for rank in pair] == [0, 0], [rank.tail() for rank in pair]
+    assert "run finished" in pair[0].log_path.read_text()
 
     sample(run, range(2 * GROUPS_PER_STEP, 3 * GROUPS_PER_STEP))
-    job = launch("consumers.cli", file, "learner.steps=4", log_path=log_path)
+    pair = ranks_by_fork(tmp_path / "run.yaml", "learner.steps=4", "checkpoint.every=10")
+    eventually(lambda: steps(run) == [1, 2, 3], "a third step", timeout_s=PATIENCE_S)
+    for rank in reversed(pair):
+        rank.send(signal.SIGTERM)
+    assert [rank.wait(PATIENCE_S) for rank in pair] == [0, 0], [rank.tail() for rank in pair]
+    assert "stopped as asked" in pair[0].log_path.read_text()
+    assert (run.checkpoint.dir / "step-0000003").is_dir()
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_one_process_goes_on(run: RunConfig, tmp_path: Path) -> None:
+    """A kill -9 while rank 0 waits for records: within a minute nobody is left, and the launcher says that it failed."""
+    file, log_path = str(tmp_path / "run.yaml"), tmp_path / "job.log"
+    sample(run, range(GROUPS_PER_STEP))
+    job = launch("consumers.cli", file, log_path=log_path)
     try:
         # Saved, so that what one process does next begins behind it.
-        eventually((run.checkpoint.dir / "step-0000003").is_dir, "a third step", timeout_s=PATIENCE_S)
+        eventually((run.checkpoint.dir / "step-0000001").is_dir, "a first step", timeout_s=PATIENCE_S)
         ranks = ranks_of(job.pid)
         assert ranks.keys() == {0, 1}
         began = time.monotonic()
@@ -101,15 +128,13 @@ def test_two_ranks_train_and_one_that_is_killed_ends_the_job(run: RunConfig, tmp
         job.kill()
         job.wait()
 
-    sample(run, range(3 * GROUPS_PER_STEP, 4 * GROUPS_PER_STEP))
-    alone = run.model_copy(update={"learner": run.learner.model_copy(update={"steps": 4})})
+    sample(run, range(GROUPS_PER_STEP, 2 * GROUPS_PER_STEP))
     AcceleratorState._reset_state(True)
     stop = StopSignal()
     metrics = TrainerMetrics(RUN_ID, CollectorRegistry())
-    with trainer_of(alone, kafka_clients(alone, stop=stop), metrics=metrics, stop=stop) as trainer:
+    with trainer_of(run, kafka_clients(run, stop=stop), metrics=metrics, stop=stop) as trainer:
         trainer.run()
-    assert steps(run) == [1, 2, 3, 4]
     lines = [line for line in journal.read(run.checkpoint.dir / journal.FILE_NAME) if "batch" in line]
-    assert [line["ranks"] for line in lines] == [2, 2, 2, 1]
+    assert [(line["step"], line["ranks"]) for line in lines] == [(1, 2), (2, 1)]
     trained = [name for line in lines for name, *_ in line["batch"]]
-    assert len(set(trained)) == len(trained) == 4 * GROUPS_PER_STEP
+    assert len(set(trained)) == len(trained) == 2 * GROUPS_PER_STEP
