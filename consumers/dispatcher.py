@@ -25,6 +25,8 @@ from echo.sequential import Call, calls_of_step, mix_seed, requested_group
 
 # A group that was dropped so often is not dropped by chance.
 MAX_ATTEMPTS = 8
+# Of those that are missing, in a line for people.
+_SHOWN_CALLS = 5
 
 
 class UndeliverableGroupError(EchoError):
@@ -129,11 +131,13 @@ class Dispatcher:
         open_calls = [one for one in self._calls if one.missing]
         missing = sum(len(one.missing) for one in open_calls)
         parts = []
-        for one in open_calls:
+        for one in open_calls[:_SHOWN_CALLS]:
             groups = f"{len(one.missing)} groups from prompt {min(one.missing)} on"
             times = f", asked for {one.issues} times" if one.issues > 1 else ""
             asked = f"at {one.holder} for {now - one.since:.0f} s{times}" if one.holder else "asked of nobody"
             parts.append(f"{groups} {asked}")
+        if len(open_calls) > _SHOWN_CALLS:
+            parts.append(f"and {len(open_calls) - _SHOWN_CALLS} calls more")
         return f"step {self._step} lacks {missing} groups of version {self._version}: {'; '.join(parts)}"
 
     def _name(self, one: _Open, prompt: int) -> str:

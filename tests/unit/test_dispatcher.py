@@ -87,6 +87,7 @@ def test_nobody_is_asked_twice_for_what_is_on_its_way_and_nobody_where_no_one_li
     assert len(turn(made, producer("a"))) == 4
     assert turn(made, producer("a"), producer("b")) == []
     assert "2 groups from prompt 44 on at a.1 for 0 s" in made.describe()
+    assert make(groups=40).describe().endswith("asked of nobody; and 15 calls more")
 
 
 def test_what_a_dead_producer_holds_is_asked_of_another_at_once_and_nothing_else() -> None:
