@@ -183,7 +183,7 @@ class Learner:
         self._optimizer.zero_grad()
         self._steps += 1
         clock.lap("backward")
-        if skipped:
+        if skipped and self._team.leads:
             log.warning("step skipped", loss=total["loss"], grad_norm=total["grad_norm"], loss_tokens=loss_tokens)
         rewards = [member.trajectory.reward for group in groups for member in group.members]
         with np.errstate(over="ignore", invalid="ignore"):  # Of absurd rewards, whose step was left out.

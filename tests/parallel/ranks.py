@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 
 from consumers.checkpoint import CheckpointStore
@@ -99,6 +100,7 @@ def main() -> None:
     for scenario in json.loads(path.read_text()):
         run = RunConfig.model_validate(scenario["run"])
         out = path.parent / scenario["name"]
+        AcceleratorState._reset_state(False)  # It keeps one precision; the ranks stay.
         team = team_of(run)
         assert team.size == 2
         if team.leads:

@@ -17,8 +17,8 @@ from tests.parallel.launch import launch
 from tests.parallel.ranks import SINGLE, lead
 from tests.unit.test_learner import make_model
 
-# What a gradient of norm 1 may differ by where its sum was taken in another order.
-TOLERANCE = 1e-5
+# What a gradient of norm 1 may differ by where its sum was taken in another order; and of bfloat16, whose parts were rounded.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 PATIENCE_S = 150
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -33,8 +33,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "sharded-adapters": {"sharding": "full", "lora": {"rank": 3}, "kl_coefficient": 0.1, "batches": [1, 2]},
     "whole-preferences": {"objective": "dpo", "batches": [1, SINGLE, 2]},
+    "sharded-bfloat16": {"sharding": "full", "dtype": "bfloat16", "batches": [1]},
     "sharded-reference": {"sharding": "full", "kl_coefficient": 0.1, "gradient_checkpointing": True, "batches": [1, 2]},
 }
+
+EXACT = [name for name, values in SCENARIOS.items() if "dtype" not in values]
 
 
 class Outcome(NamedTuple):
@@ -59,10 +62,12 @@ class Outcome(NamedTuple):
         )
 
 
-def run_of(model: str, **learner: Any) -> RunConfig:
+def run_of(model: str, *, dtype: str = "float32", **learner: Any) -> RunConfig:
     base = {"lr": 3e-3, "tokens_per_microbatch": 40, "entropy_coefficient": 0.01, "threads": 1, "rank_timeout_s": 40}
     schedule = {"schedule": "cosine", "warmup_steps": 1, "steps": 8}
-    return RunConfig.model_validate({"run_id": RUN_ID, "model": {"path": model}, "learner": base | schedule | learner})
+    return RunConfig.model_validate(
+        {"run_id": RUN_ID, "model": {"path": model, "dtype": dtype}, "learner": base | schedule | learner}
+    )
 
 
 def alone(run: RunConfig, seeds: list[int], load: Path | None, nan_at: int | None, out: Path) -> Outcome:
@@ -127,10 +132,10 @@ def test_the_gradient_is_that_of_one_process(results: Results, name: str) -> Non
     one, two = results.one[name], results.two[name]
     norm = torch.linalg.vector_norm(torch.stack([value.norm() for value in one.gradients.values()]))
     assert norm == pytest.approx(1, rel=1e-3)
-    assert_close(two.gradients, one.gradients, TOLERANCE)
+    assert_close(two.gradients, one.gradients, TOLERANCE["bfloat16" if "bfloat16" in name else "float32"])
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", EXACT)
 def test_statistics_are_those_of_the_whole_batch(results: Results, name: str) -> None:
     for two, one in zip(results.two[name].stats, results.one[name].stats, strict=True):
         assert two["skipped"] == one["skipped"]
@@ -148,7 +153,7 @@ def test_all_ranks_leave_out_the_same_step(results: Results, name: str) -> None:
     assert [line["skipped"] for line in results.two[name].stats][:3] == [False, True, False]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", EXACT)
 def test_published_weights_are_whole_and_those_of_one_process(results: Results, name: str) -> None:
     """Adam divides by a gradient's own size, so rounding of a tiny one may move its weight by a part of lr = 3e-3."""
     assert_close(results.two[name].published, results.one[name].published, 1e-3)
@@ -157,7 +162,7 @@ def test_published_weights_are_whole_and_those_of_one_process(results: Results, 
         assert results.two[name].adapters.keys().isdisjoint(results.two[name].published)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", EXACT)
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(results: Results, name: str, tmp_path: Path) -> None:
     """Every tensor whole, moments included, and the very weights that were published; the next step then is the same."""
     values = {key: value for key, value in SCENARIOS[name].items() if key not in ("batches", "load", "nan_at", "sharding")}
