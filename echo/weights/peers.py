@@ -66,7 +66,7 @@ def create_peer_app(
     app.add_middleware(Measured, sent=sent)
     if max_egress_bytes_per_s is not None:
         app.add_middleware(Paced, pace=Pace(max_egress_bytes_per_s))
-    Routes(app, access.token).chunks(lambda digest, _reading: holdings.get(digest))
+    Routes(app, access.token).chunks(lambda digest, _reading: holdings.get(digest), blocks=False)
     return app
 
 

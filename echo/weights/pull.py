@@ -231,7 +231,13 @@ class Pull:
         if node is not None and (self._total or 0) < node.min_bytes:
             node = None
         # Each puller in an order of its own, so that they soon have different chunks to give.
-        queue = Queue(plan.wants, self._reputations, origin_lanes=workers, shuffle=Random() if node is not None else None)
+        queue = Queue(
+            plan.wants,
+            self._reputations,
+            origin_lanes=workers,
+            shuffle=Random() if node is not None else None,
+            me=node.url if node is not None else "",
+        )
         order = unique_chunks(manifest) if self._node is not None else []
         shared = frozenset(order)
         if node is not None and plan.wants:

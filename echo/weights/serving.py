@@ -232,8 +232,8 @@ class Routes:
     def post(self, path: str, **options: Any) -> Any:
         return self._app.post(path, **options, **self._options, responses=self._refusals)
 
-    def chunks(self, find: Find, *, accel_redirect: str | None = None) -> None:
-        """The chunk route. find: may touch the disk. accel_redirect: a prefix that nginx in front of us maps to the files."""
+    def chunks(self, find: Find, *, blocks: bool = True, accel_redirect: str | None = None) -> None:
+        """The chunk route. blocks: `find` touches the disk. accel_redirect: a prefix that nginx in front maps to the files."""
         caching = f"{self._cache}, max-age={_YEAR_S}, immutable"
 
         @self.get(
@@ -250,7 +250,7 @@ class Routes:
             },
         )
         async def chunk(digest: Digest, request: Request, reading: Reading = "") -> Response:
-            place = await asyncio.to_thread(find, digest, reading)
+            place = await asyncio.to_thread(find, digest, reading) if blocks else find(digest, reading)
             if place is None:
                 raise HTTPException(404, f"no chunk {digest} here")
             headers = {"ETag": f'"{digest}"', "Cache-Control": caching}

@@ -1,8 +1,9 @@
 """Which chunk to fetch next, and from whom: the origin, or a peer by its measured speed and success. No I/O.
 
 Every puller fetches in an order of its own. With peers about, one connection fetches from the origin what nobody has nor is
-fetching, and the others fetch what peers have, the rarest first: so each chunk leaves the origin about once, while the rest
-spreads among the pullers. Whoever finds nothing waits for the others, not for ever, and then asks the origin.
+fetching; first what falls to this puller by a hash over all of them, since word of who fetches what comes late. The others
+fetch what peers have, the rarest first. So each chunk leaves the origin about once, while the rest spreads among the pullers.
+Whoever finds nothing waits for the others, not for ever, and then asks the origin.
 
 Refuses to trust: who sent a wrong byte is avoided for minutes, who failed otherwise for seconds that double.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from random import Random
 from typing import NamedTuple
+from zlib import crc32
 
 from blake3 import blake3
 
@@ -26,7 +28,7 @@ _PER_PEER = 2
 # Chunks that are looked at for one choice: bounds its time, and any few hundred of a shuffled queue are as good as all.
 _LOOK_AT = 256
 _FIRST_BAN_S, _LAST_BAN_S, _LIAR_BAN_S = 1.0, 60.0, 600.0
-_WAIT_S = 0.05
+_WAIT_S = 0.2
 # So often the tracker is asked before a puller takes itself to be alone.
 _LOOKS_ALONE = 3
 
@@ -121,12 +123,15 @@ class Queue:
         *,
         origin_lanes: int,
         shuffle: Random | None = None,
+        me: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """origin_lanes: chunks that are fetched from the origin at once by a puller alone.
 
-        shuffle: for an order of one's own, where there may be peers; None where there are none.
+        shuffle: for an order of one's own, where there may be peers; None where there are none. me: our URL, as peers know it.
         """
+        self._me = me
+        self._owners: dict[str, str] = {}
         self._reputations = reputations
         self._origin_lanes = origin_lanes
         self._looks = 0
@@ -142,6 +147,8 @@ class Queue:
         self._at_peer: Counter[str] = Counter()
         self._moved = clock()
         self._typical_s = 0.0
+        self._found_nothing = False
+        self._looked = clock()
         self._ended = False
         self.add(wants)
 
@@ -152,12 +159,14 @@ class Queue:
         with self._changed:
             for want in ordered:
                 self._put(want)
+            self._found_nothing = False
             self._changed.notify_all()
 
     def end(self) -> None:
         """Wake everybody who waits in `take`, for good."""
         with self._changed:
             self._ended = True
+            self._found_nothing = False
             self._changed.notify_all()
 
     @property
@@ -182,9 +191,12 @@ class Queue:
             if peers != self._peers:
                 self._moved = self._clock()
             self._looks += 1
+            if peers.keys() != self._peers.keys():
+                self._owners.clear()
             self._peers = dict(peers)
             self._holders = Counter(digest for peer in peers.values() for digest in peer.have)
             self._claimed = {digest for peer in peers.values() for digest in peer.pending}
+            self._found_nothing = False
             self._changed.notify_all()
 
     def take(self) -> Choice | None:
@@ -193,7 +205,7 @@ class Queue:
             while True:
                 if self._ended or not (self._waiting or self._running):
                     return None
-                choice = self._choose()
+                choice = self._choose_anew()
                 if choice is not None:
                     digest = choice.job.want.chunk.digest
                     del self._waiting[digest]
@@ -203,6 +215,7 @@ class Queue:
                     else:
                         self._at_peer[choice.peer] += 1
                     return choice
+                # Also without news: a peer's time of being avoided passes, and so does patience.
                 self._changed.wait(_WAIT_S)
 
     def finished(self, choice: Choice, seconds: float) -> None:
@@ -232,7 +245,18 @@ class Queue:
         else:
             self._at_peer[choice.peer] -= 1
         self._moved = self._clock()
+        self._found_nothing = False
         self._changed.notify_all()
+
+    def _choose_anew(self) -> Choice | None:
+        """`_choose`, but nothing where it found nothing a moment ago and there is no news: many may wait, one need look."""
+        now = self._clock()
+        if self._found_nothing and now - self._looked < _WAIT_S:
+            return None
+        self._looked = now
+        choice = self._choose()
+        self._found_nothing = choice is None
+        return choice
 
     def _choose(self) -> Choice | None:
         if not self._waiting:
@@ -246,14 +270,17 @@ class Queue:
         if not usable:
             return self._from_origin(next(iter(self._waiting))) if has_lane else None
         fresh: str | None = None
+        ours = False
         best: tuple[int, str, list[str]] | None = None
         for digest, job in islice(self._waiting.items(), _LOOK_AT):
             tried = job.tried if isinstance(job, Job) else ()
             holders = (
                 [url for url in usable if digest in usable[url].have and url not in tried] if self._holders[digest] else []
             )
-            if not holders and digest not in self._claimed and fresh is None:
-                fresh = digest
+            if has_lane and not ours and not holders and digest not in self._claimed:
+                ours = self._owner(digest) == self._me
+                if ours or fresh is None:
+                    fresh = digest
             free = [url for url in holders if self._at_peer[url] < _PER_PEER]
             if free and (best is None or len(holders) < best[0]):
                 best = (len(holders), digest, free)
@@ -267,6 +294,12 @@ class Queue:
         if not self._at_origin and self._clock() - self._moved > max(1.0, 2 * self._typical_s):
             return self._from_origin(next(iter(self._waiting)))
         return None
+
+    def _owner(self, digest: str) -> str:
+        """Who of all pullers should fetch it from the origin first: everybody comes to the same answer without a word."""
+        if digest not in self._owners:
+            self._owners[digest] = max((self._me, *self._peers), key=lambda url: crc32(f"{url} {digest}".encode()))
+        return self._owners[digest]
 
     def _from_origin(self, digest: str) -> Choice:
         return Choice(self._job(digest), None)

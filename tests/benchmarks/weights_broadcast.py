@@ -151,6 +151,7 @@ def broadcast(url: str, net: Network, pullers: int, *, peers: bool) -> dict[str,
         "sent_bytes": sent_bytes(url) - before,
         "peer_bytes": sum(result["peer_bytes"] for result in results),
         "retries": sum(result["retries"] for result in results),
+        "cpu_s": sum(result["cpu_s"] for result in results),
     }
 
 
@@ -167,6 +168,7 @@ def broadcast_figures(
             found["broadcast_seconds"][str(count)] = round(one["seconds"], 3)
             found["broadcast_egress_models"][str(count)] = round(one["sent_bytes"] / nbytes, 3)
             found.setdefault("broadcast_retries", {})[str(count)] = one["retries"]
+            found.setdefault("broadcast_cpu_s", {})[str(count)] = round(one["cpu_s"], 2)
         if without:
             one = broadcast(url, net, without, peers=False)
             found["without_peers"] = {

@@ -38,7 +38,7 @@ def main() -> None:
     latest = client.latest(options.url, options.run)
     print("ready", flush=True)
     time.sleep(max(0.0, float(sys.stdin.readline()) - time.time()))
-    begun = time.time()
+    begun, used = time.time(), time.process_time()
     pulled = client.pull(
         [latest.url], run_id=options.run, version=latest.version, manifest_digest=latest.digest, deadline_s=600
     )
@@ -47,6 +47,7 @@ def main() -> None:
             {
                 "begun": begun,
                 "ended": time.time(),
+                "cpu_s": time.process_time() - used,
                 "received_bytes": pulled.received_bytes,
                 "peer_bytes": pulled.peer_bytes,
                 "retries": pulled.retries,

@@ -85,6 +85,32 @@ def test_one_connection_fetches_what_nobody_has_and_the_others_what_peers_have()
     assert (digest, peer in {"p1", "p2", "p3"}) == ("b", True)
 
 
+def test_pullers_divide_what_nobody_has_among_them() -> None:
+    """Each begins with its own part, without a word: together they ask the origin for everything once."""
+    names = [f"{number}" for number in range(64)]
+    urls = [f"http://10.0.0.{number}:1" for number in range(4)]
+    taken: list[str] = []
+    parts = []
+    for number, url in enumerate(urls):
+        source = Queue(
+            [Want(Chunk(name, 10)) for name in names],
+            Reputations(),
+            origin_lanes=4,
+            shuffle=Random(number),
+            me=url,
+            clock=Clock(),
+        )
+        source.saw({other: view() for other in urls if other != url})
+        order = [choice.job.want.chunk.digest for choice in take_all(source)]
+        assert sorted(order) == sorted(names), "who is left alone fetches the parts of the others, too"
+        owned = [name for name in names if source._owner(name) == url]
+        assert set(order[: len(owned)]) == set(owned)
+        parts.append(len(owned))
+        taken += owned
+    assert sorted(taken) == sorted(names)
+    assert min(parts) >= 8
+
+
 def test_what_is_on_its_way_to_others_is_not_asked_of_the_origin() -> None:
     """Unless nothing moves for long: who said so may be gone."""
     clock = Clock()
