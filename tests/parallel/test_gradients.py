@@ -31,7 +31,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "batches": [1, 2],
         "tokens_per_microbatch": 10_000,
     },
-    "sharded-adapters": {"sharding": "full", "lora": {"rank": 3}, "kl_coefficient": 0.1, "batches": [1, 2]},
+    "sharded-adapters": {"sharding": "full", "grad_clip": 0.5, "lora": {"rank": 3}, "kl_coefficient": 0.1, "batches": [1, 2]},
     "whole-preferences": {"objective": "dpo", "batches": [1, SINGLE, 2]},
     "sharded-bfloat16": {"sharding": "full", "dtype": "bfloat16", "batches": [1]},
     "sharded-reference": {"sharding": "full", "kl_coefficient": 0.1, "gradient_checkpointing": True, "batches": [1, 2]},
@@ -63,7 +63,14 @@ class Outcome(NamedTuple):
 
 
 def run_of(model: str, *, dtype: str = "float32", **learner: Any) -> RunConfig:
-    base = {"lr": 3e-3, "tokens_per_microbatch": 40, "entropy_coefficient": 0.01, "threads": 1, "rank_timeout_s": 40}
+    base = {
+        "lr": 3e-3,
+        "tokens_per_microbatch": 40,
+        "entropy_coefficient": 0.01,
+        "threads": 1,
+        "rank_timeout_s": 40,
+        "grad_clip": 1e9,
+    }
     schedule = {"schedule": "cosine", "warmup_steps": 1, "steps": 8}
     return RunConfig.model_validate(
         {"run_id": RUN_ID, "model": {"path": model, "dtype": dtype}, "learner": base | schedule | learner}
@@ -131,8 +138,8 @@ def test_the_gradient_is_that_of_one_process(results: Results, name: str) -> Non
     """Rows, padding and the number of micro-batches differ by rank; the sum does not."""
     one, two = results.one[name], results.two[name]
     norm = torch.linalg.vector_norm(torch.stack([value.norm() for value in one.gradients.values()]))
-    assert norm == pytest.approx(1, rel=1e-3)
-    assert_close(two.gradients, one.gradients, TOLERANCE["bfloat16" if "bfloat16" in name else "float32"])
+    a, b = ({key: value / norm for key, value in outcome.gradients.items()} for outcome in (two, one))
+    assert_close(a, b, TOLERANCE["bfloat16" if "bfloat16" in name else "float32"])
 
 
 @pytest.mark.parametrize("name", EXACT)
