@@ -106,7 +106,7 @@ def origin(store: WeightStore, net: Network) -> Iterator[str]:
         yield f"http://{place.host}:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.communicate(timeout=30)
 
 
 def sent_bytes(url: str) -> float:
@@ -142,10 +142,7 @@ def broadcast(url: str, net: Network, pullers: int, *, peers: bool) -> dict[str,
             results.append(json.loads(process.stdout.readline()))
     finally:
         for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
-            process.wait(30)
+            process.communicate(timeout=30)
     return {
         "seconds": max(result["ended"] for result in results) - start,
         "sent_bytes": sent_bytes(url) - before,

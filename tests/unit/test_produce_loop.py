@@ -255,6 +255,7 @@ def test_a_failed_pull_never_advances_what_is_served(make: Callable[..., Harness
     h.weights.fails.clear()
     healed = h.wait_for_heartbeat(lambda one: one.serving == 1, "a later try succeeds")
     assert healed.last_pull_error == ""
+    assert h.weights.had == [None, 0], "the second stands on the first"
 
 
 def test_weights_that_the_engine_refuses_leave_the_old_ones_serving(make: Callable[..., Harness]) -> None:
