@@ -66,6 +66,7 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     import structlog
     from prometheus_client import CollectorRegistry
 
+    from consumers.launched import place
     from echo.metrics import MetricsServer, TrainerMetrics
     from echo.process import StopSignal, configure_logging, die_with_parent, end_with_asking_parent
 
@@ -76,7 +77,7 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     configure_logging(json=log_json)
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
-    if _rank() > 0:
+    if place(os.environ).rank > 0:
         # Asked to stop, it goes on until rank 0, which was asked, too, has come to its end.
         from consumers.learner import follow
 
@@ -96,12 +97,6 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
             trainer.run()
     finally:
         server.close()
-
-
-def _rank() -> int:
-    """This process's place among those of one trainer: launchers tell it by environment."""
-    names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def _resuming(run, resume: str):  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ Refuses pickle: commands carry bytes, and say themselves what these are.
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from consumers.launched import COMMAND, place
 from echo.errors import ConfigError, RankError
 
 log = structlog.get_logger("ranks")
@@ -43,7 +44,6 @@ log = structlog.get_logger("ranks")
 Precision = Literal["float32", "bfloat16", "float16"]
 Sharding = Literal["none", "full"]
 
-_LAUNCH = "`accelerate launch --multi_gpu --num_processes N -m consumers.cli RUN_FILE`"
 _MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -73,7 +73,7 @@ class Team:
     def __init__(self, *, precision: Precision, timeout_s: float, sharding: Sharding = "none") -> None:
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
             raise ConfigError("how the model is sharded is the run file's: set learner.sharding, and launch without --use_fsdp")
-        wanted = _ranks_wanted(os.environ)
+        wanted = place(os.environ).ranks
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         # Where there is no accelerator accelerate must be told that the CPU is meant, or each rank would be alone.
         on_cpu = {"cpu": True} if wanted > 1 and not torch.accelerator.is_available() else {}
@@ -86,7 +86,7 @@ class Team:
         self.rank: int = self.accelerator.process_index
         self.size: int = self.accelerator.num_processes
         if self.size != wanted:
-            raise ConfigError(f"{wanted} ranks were launched, and this one knows {self.size}: start them by {_LAUNCH}")
+            raise ConfigError(f"{wanted} ranks were launched, and this one knows {self.size}: start them by {COMMAND}")
         self.device: torch.device = self.accelerator.device
         self.sharding: Sharding = sharding if self.size > 1 else "none"
         if precision == "float16" and self.accelerator.scaler is None:
@@ -252,20 +252,6 @@ class Team:
             )
             payload = self.from_leader(data).numpy().tobytes()
         return command, payload
-
-
-def _ranks_wanted(environ: Mapping[str, str]) -> int:
-    """How many ranks a launcher has started, as it tells them. Raises ConfigError where accelerate started one for many."""
-    names = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-    for name in names:
-        if name in environ:
-            return int(environ[name])
-    if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_PORT" in environ:
-        raise ConfigError(
-            "accelerate launch was asked for several processes and has started one: without --multi_gpu it does. Use "
-            f"{_LAUNCH}, also on CPUs"
-        )
-    return 1
 
 
 def whole(value: Tensor) -> Tensor:

@@ -93,14 +93,17 @@ def ranks_by_fork(file: Path, *overrides: str) -> list[Process]:
 
 
 def test_two_ranks_train_to_the_end_or_to_a_planned_stop(run: RunConfig, tmp_path: Path) -> None:
-    """Both end with status 0: after the last step, and asked to, with a checkpoint of what was done."""
+    """Both end with status 0: after the last step, and asked to, with a checkpoint of what was done. Sharded adapters on a base
+    that is published first: the commands that ranks gather by follow one another.
+    """
+    adapters = "learner.lora={rank: 2, publish: adapter}"
     sample(run, range(2 * GROUPS_PER_STEP))
-    pair = ranks_by_fork(tmp_path / "run.yaml")
+    pair = ranks_by_fork(tmp_path / "run.yaml", adapters)
     assert [rank.wait(PATIENCE_S) for rank in pair] == [0, 0], [rank.tail() for rank in pair]
     assert "run finished" in pair[0].log_path.read_text()
 
     sample(run, range(2 * GROUPS_PER_STEP, 3 * GROUPS_PER_STEP))
-    pair = ranks_by_fork(tmp_path / "run.yaml", "learner.steps=4", "checkpoint.every=10")
+    pair = ranks_by_fork(tmp_path / "run.yaml", adapters, "learner.steps=4", "checkpoint.every=10")
     eventually(lambda: steps(run) == [1, 2, 3], "a third step", timeout_s=PATIENCE_S)
     for rank in reversed(pair):
         rank.send(signal.SIGTERM)
