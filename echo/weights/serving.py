@@ -5,6 +5,7 @@ Refuses to know what a version is. A chunk is immutable and tagged with its dige
 
 import asyncio
 import hmac
+import mmap
 import os
 import re
 import time
@@ -53,7 +54,7 @@ class Health(BaseModel):
 
 
 class FileChunk(FileResponse):
-    """A chunk's file. Large reads and one range at most: several are answered with the whole chunk, as HTTP allows."""
+    """A chunk's file, where it can't be mapped. Large reads, and one range at most: several are answered with the whole."""
 
     chunk_size = PIECE_BYTES
     max_ranges = 1
@@ -261,7 +262,22 @@ class Routes:
             if accel_redirect is not None:
                 headers["X-Accel-Redirect"] = f"{accel_redirect.rstrip('/')}/{digest[:2]}/{digest}"
                 return Response(media_type="application/octet-stream", headers=headers)
+            if request.url.scheme == "http" and request.method == "GET" and place.stat.st_size:
+                try:
+                    return MemoryChunk(await asyncio.to_thread(_mapped, place.path), headers)
+                except FileNotFoundError:
+                    raise HTTPException(404, f"no chunk {digest} here") from None
             return FileChunk(place.path, stat_result=place.stat, media_type="application/octet-stream", headers=headers)
+
+
+def _mapped(path: Path) -> memoryview:
+    """A chunk's file as memory, read from the disk now and not in the event loop.
+
+    The kernel alone reads it, on its way to the socket: half the CPU time of read and write, and a bad disk is an error there.
+    (With TLS we would read it ourselves, and be killed by a bad disk.) What is mapped stays, also when the file is removed.
+    """
+    with open(path, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
 
 
 def is_known(request: Request, digest: str) -> bool:
