@@ -14,17 +14,17 @@ import structlog
 
 from echo import control
 from echo.control import Announcement, EndOfRun, Grant
-from echo.errors import BrokerError, ControlError, PullCancelled, WeightsError
-from echo.log import BEGINNING, LogReader, LogRecord
+from echo.errors import ControlError, PullCancelled, WeightsError
+from echo.log import LogReader, LogRecord
 from echo.metrics import ProducerMetrics
 from echo.staleness import is_stale
 from echo.waiting import Watch
 from producers.engines.base import Policy
 from producers.fetch import Fetcher, PullClient
+from producers.topic_follower import TopicFollower
 
 log = structlog.get_logger("policy")
 
-_READ_S = 0.2
 _CLOSE_S = 5.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 15.0
 
@@ -62,20 +62,17 @@ class PolicyListener:
         waiting_s: float = 30.0,
     ) -> None:
         self.changed = changed or threading.Condition()
-        self._open_reader = open_reader
-        self._topic = topic
+        self._follower = TopicFollower(open_reader, topic, 1, self._take_all, changed=self.changed, name="policy-listener")
         self._run_id = run_id
         self._incarnation = incarnation
-        self._waiting_s = waiting_s
         self._read = ControlState()
         self._told = ControlState()
         self._records = 0
-        self._error: BrokerError | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="policy-listener", daemon=True)
+        self._caught_up = False
+        self._watch = Watch(f"the end of topic {topic}", lambda: f"{self._records} records read", limit_s=waiting_s)
 
     def start(self) -> "PolicyListener":
-        self._thread.start()
+        self._follower.start()
         return self
 
     @property
@@ -85,58 +82,26 @@ class PolicyListener:
 
     def check(self) -> None:
         """Raise BrokerError where the listening has ended."""
-        with self.changed:
-            if self._error is not None:
-                raise self._error
-        if self._thread.ident is not None and not self._thread.is_alive() and not self._closed.is_set():
-            raise BrokerError(f"topic {self._topic}: nobody listens any more, the thread ended (see the traceback before)")
+        self._follower.check()
 
     def close(self) -> None:
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._follower.close()
 
-    def _run(self) -> None:
-        reader: LogReader | None = None
-        try:
-            reader = self._open_reader()
-            reader.assign({(self._topic, 0): BEGINNING})
-            self._follow(reader)
-        except BrokerError as error:
-            with self.changed:
-                self._error = error
+    def _take_all(self, records: list[LogRecord], at_end: bool) -> None:
+        for record in records:
+            self._records += 1
+            self._take(record)
+        self._caught_up = self._caught_up or at_end
+        if not self._caught_up:
+            self._watch.check()
+            return
+        self._watch.progress()
+        # The end of a run counts only where nothing comes after it in the log.
+        told = self._read if at_end else replace(self._read, end=self._told.end if self._read.end is not None else None)
+        with self.changed:
+            if told != self._told:
+                self._told = told
                 self.changed.notify_all()
-        finally:
-            if reader is not None:
-                reader.close()
-
-    def _follow(self, reader: LogReader) -> None:
-        watch = Watch(f"the end of topic {self._topic}", lambda: f"{self._records} records read", limit_s=self._waiting_s)
-        caught_up = False
-        while not self._closed.is_set():
-            try:
-                records = reader.read(100, _READ_S)
-            except BrokerError as error:
-                if not error.retriable:
-                    raise
-                log.warning("reading the control topic failed, trying again", error=str(error))
-                self._closed.wait(_READ_S)
-                continue
-            for record in records:
-                self._records += 1
-                self._take(record)
-            at_end = reader.at_end()
-            caught_up = caught_up or at_end
-            if not caught_up:
-                watch.check()
-                continue
-            watch.progress()
-            # The end of a run counts only where nothing comes after it in the log.
-            told = self._read if at_end else replace(self._read, end=self._told.end if self._read.end is not None else None)
-            with self.changed:
-                if told != self._told:
-                    self._told = told
-                    self.changed.notify_all()
 
     def _take(self, record: LogRecord) -> None:
         try:

@@ -11,14 +11,13 @@ import structlog
 
 from echo import control
 from echo.control import Request
-from echo.errors import BrokerError, ControlError
-from echo.log import BEGINNING, LogReader, LogRecord
+from echo.errors import ControlError
+from echo.log import LogReader, LogRecord
 from producers.engines.base import Engine, Policy
 from producers.policy import PolicyPuller
+from producers.topic_follower import TopicFollower
 
 log = structlog.get_logger("requests")
-
-_READ_S = 0.2
 
 
 class RequestListener:
@@ -37,9 +36,7 @@ class RequestListener:
         incarnation: str,
         changed: threading.Condition,
     ) -> None:
-        self._open_reader = open_reader
-        self._topic = topic
-        self._partitions = partitions
+        self._follower = TopicFollower(open_reader, topic, partitions, self._take_all, changed=changed, name="request-listener")
         self._run_id = run_id
         self._incarnation = incarnation
         self._changed = changed
@@ -47,12 +44,9 @@ class RequestListener:
         # Groups of the newest version that were answered: one that is older is not asked for any more.
         self._answered: set[str] = set()
         self._answered_version = -1
-        self._error: BrokerError | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="request-listener", daemon=True)
 
     def start(self) -> "RequestListener":
-        self._thread.start()
+        self._follower.start()
         return self
 
     @property
@@ -82,41 +76,12 @@ class RequestListener:
 
     def check(self) -> None:
         """Raise BrokerError where the listening has ended."""
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-        if self._thread.ident is not None and not self._thread.is_alive() and not self._closed.is_set():
-            raise BrokerError(f"topic {self._topic}: nobody listens any more, the thread ended (see the traceback before)")
+        self._follower.check()
 
     def close(self) -> None:
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._follower.close()
 
-    def _run(self) -> None:
-        reader: LogReader | None = None
-        try:
-            reader = self._open_reader()
-            reader.assign({(self._topic, number): BEGINNING for number in range(self._partitions)})
-            while not self._closed.is_set():
-                self._follow(reader)
-        except BrokerError as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-        finally:
-            if reader is not None:
-                reader.close()
-
-    def _follow(self, reader: LogReader) -> None:
-        try:
-            records = reader.read(100, _READ_S)
-        except BrokerError as error:
-            if not error.retriable:
-                raise
-            log.warning("reading the requests failed, trying again", error=str(error))
-            self._closed.wait(_READ_S)
-            return
+    def _take_all(self, records: list[LogRecord], at_end: bool) -> None:
         for record in records:
             self._take(record)
 
