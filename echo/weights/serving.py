@@ -251,7 +251,14 @@ class Routes:
             },
         )
         async def chunk(digest: Digest, request: Request, reading: Reading = "") -> Response:
-            place = await asyncio.to_thread(find, digest, reading) if blocks else find(digest, reading)
+            # With TLS we would read it ourselves, see `_mapped`.
+            is_mapped = request.method == "GET" and request.url.scheme == "http" and accel_redirect is None
+
+            def locate() -> StoredChunk | memoryview | None:
+                found = find(digest, reading)
+                return _mapped(found) if is_mapped and isinstance(found, StoredChunk) else found
+
+            place = await asyncio.to_thread(locate) if blocks else locate()
             if place is None:
                 raise HTTPException(404, f"no chunk {digest} here")
             headers = {"ETag": f'"{digest}"', "Cache-Control": caching}
@@ -262,22 +269,22 @@ class Routes:
             if accel_redirect is not None:
                 headers["X-Accel-Redirect"] = f"{accel_redirect.rstrip('/')}/{digest[:2]}/{digest}"
                 return Response(media_type="application/octet-stream", headers=headers)
-            if request.url.scheme == "http" and request.method == "GET" and place.stat.st_size:
-                try:
-                    return MemoryChunk(await asyncio.to_thread(_mapped, place.path), headers)
-                except FileNotFoundError:
-                    raise HTTPException(404, f"no chunk {digest} here") from None
             return FileChunk(place.path, stat_result=place.stat, media_type="application/octet-stream", headers=headers)
 
 
-def _mapped(path: Path) -> memoryview:
-    """A chunk's file as memory, read from the disk now and not in the event loop.
+def _mapped(chunk: StoredChunk) -> StoredChunk | memoryview | None:
+    """A chunk's file as memory, read from the disk now and not in the event loop. None where it is gone.
 
     The kernel alone reads it, on its way to the socket: half the CPU time of read and write, and a bad disk is an error there.
     (With TLS we would read it ourselves, and be killed by a bad disk.) What is mapped stays, also when the file is removed.
     """
-    with open(path, "rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+    if not chunk.stat.st_size:
+        return chunk
+    try:
+        with open(chunk.path, "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+    except FileNotFoundError:
+        return None
 
 
 def is_known(request: Request, digest: str) -> bool:

@@ -30,10 +30,12 @@ GIB = 2**30
 TENSOR_BYTES = 16 * 2**20
 
 _PULLER = """
-import sys, threading
+import os, sys, threading
 from echo.weights.client import WeightClient
 url, run, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 latest = WeightClient().latest(url, run)
+# Pullers are other machines, whose work takes nothing from the server's processors.
+os.nice(15)
 def pull():
     client = WeightClient(connections=1)
     while True:
