@@ -32,6 +32,20 @@ def _own_logging() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture
+def own_process() -> Iterator[None]:
+    """As a learner has it in a process of its own: accelerate knows no precision yet, and sums are in one order."""
+    # Imported here: most tests need no torch, which takes seconds.
+    import torch
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tansu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     """The embedded development broker."""

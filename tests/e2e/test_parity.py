@@ -1,23 +1,13 @@
 """Sequential mode and a loop in one process come to the same weights, bit for bit: decoupling by itself changes nothing."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.experiments import loop, parity
 from tests.experiments.untrained import untrained_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tansu"), pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("tansu", "own_process"), pytest.mark.timeout(600)]
 
 
 def test_sequential_mode_gives_the_bits_of_the_colocated_loop(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """A producer samples from exactly the policy that the trainer published: learner, store, HTTP and engine are all real."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from prometheus_client import CollectorRegistry
 
 from consumers.learner import Learner
@@ -31,13 +29,7 @@ TOKENS = 12
 GREEDY = Sampling(max_tokens=TOKENS, top_k=1)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 def greedy(learner: Learner) -> list[list[int]]:

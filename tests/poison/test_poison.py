@@ -3,14 +3,11 @@ poisoned record ends with a right reason, the dead letters are the original byte
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 from confluent_kafka import KafkaError, Message, Producer
 from prometheus_client import CollectorRegistry
 
@@ -37,13 +34,7 @@ GROUPS_PER_STEP = 2
 RSS_BOUND_BYTES = 160 * 2**20
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 class Sent(NamedTuple):

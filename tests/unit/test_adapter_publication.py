@@ -43,12 +43,7 @@ class Trainer:
         return self.publisher.publish(step=step, tensors=tensors, adapts=base, grants=lambda sequence: {}).version
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 def stored(store: WeightStore, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:

@@ -1,12 +1,10 @@
 """The canary: trainer and engine must say the same about a fixed text, or the version is refused and the old one serves."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from consumers.learner import Learner
 from echo.errors import EngineError, ManifestError
@@ -24,13 +22,7 @@ GREEDY = Sampling(max_tokens=12, top_k=1)
 PROMPTS = [[3, 4, 5], [7]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture(scope="module")

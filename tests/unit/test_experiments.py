@@ -1,12 +1,10 @@
 """The laboratory: that a lag is what it is said to be, and that conclusions follow from the runs. Not its numbers."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from echo.weights.manifest import HostTensor
 from producers.engines.base import Policy
@@ -14,14 +12,6 @@ from tests.experiments import loop, overlap, parity, staleness
 from tests.experiments.__main__ import tell
 from tests.experiments.outcome import Run, Spread, digest, from_json, to_json
 from tests.experiments.untrained import untrained_run
-
-
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_of(final: float, *, best: float = 1.0, skipped: int = 0) -> Run:
@@ -38,7 +28,7 @@ def test_a_step_is_sampled_by_the_version_of_lag_steps_before(lag: int) -> None:
     assert found == [max(0, step - lag) for step in range(6)]
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("own_process")
 def test_the_loop_trains_batches_that_are_as_stale_as_it_says(tmp_path: Path) -> None:
     """And all that it gives follows from its run file and lag: the same again."""
     run = untrained_run(tmp_path / "model", steps=3)

@@ -24,18 +24,7 @@ from tests.helpers import make_group
 VOCABULARY = 24
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator():
-    """accelerate keeps one precision per process; every test is a process's worth."""
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 def make_model(folder: Path, *, tied: bool = True) -> str:

@@ -18,8 +18,6 @@ from echo.config import RunConfig
 from echo.errors import CheckpointError, ConfigError
 from tests.helpers import make_group
 from tests.unit.test_learner import (
-    _one_thread,
-    _own_accelerator,
     assert_same,
     gradients,
     make_batch,
@@ -28,7 +26,9 @@ from tests.unit.test_learner import (
     weights,
 )
 
-__all__ = ["_one_thread", "_own_accelerator", "model_path"]
+__all__ = ["model_path"]
+
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 def published(learner: Learner) -> dict[str, torch.Tensor]:

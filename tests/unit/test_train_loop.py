@@ -1,14 +1,11 @@
 """The trainer's loop on a log in memory, with a real learner: what is trained, checkpointed, announced, and said."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -29,13 +26,7 @@ NAMES = TopicNames.with_prefix("")
 GROUP = 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 depend on nothing but the run file."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -28,13 +26,7 @@ from tests.unit.test_train_loop import GROUP, NAMES, Cluster, make_run
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture(scope="module")
