@@ -303,8 +303,8 @@ def weights() -> list[Panel]:
         ),
         graph(
             "Pulls per minute",
-            "Weight pulls: ok, failed (the old version goes on serving), or superseded by a newer announcement; and the requests "
-            "of pulls that were repeated.",
+            "Weight pulls: ok, failed (the old version goes on serving), or superseded by a newer announcement; and "
+            "the requests of pulls that were repeated.",
             units.Short,
             [
                 Query(f"60 * sum by (outcome) ({rate(producer('echo_produce_pulls_total'))})", "{{outcome}}"),
@@ -313,8 +313,8 @@ def weights() -> list[Panel]:
         ),
         graph(
             "Weight bytes per second",
-            "Weight bytes that producers received from the origin and from peers, and chunk bytes that the servers of this run's "
-            "store and the producers among themselves sent.",
+            "Weight bytes that producers received from the origin and from peers, and chunk bytes that the servers of this "
+            "run's store and the producers among themselves sent.",
             units.BytesPerSecondIEC,
             [
                 Query(f"sum by (source) ({rate(producer('echo_produce_pull_bytes_total'))})", "received from {{source}}"),
