@@ -301,17 +301,12 @@ class Pull:
             queue.add(wants)
 
     def _fetch_from_origin(self, session: Session, job: Job) -> None:
-        if job.source:
-            self._give_back(job)
         urls = [chunk_url(base, job.want.chunk.digest) for base in self._wanted.bases]
         self._retries.run(urls, lambda url: self._fetch_rest(session, url, job))
 
     def _fetch_from_peer(self, session: Session, choice: Choice, peer: str) -> bool:
-        """One try. A failure costs what was received, and the peer its reputation."""
+        """One try. A failure costs what was received, so that bytes of two sources never mix, and the peer its reputation."""
         job, nbytes = choice.job, choice.job.want.chunk.nbytes
-        if job.got:
-            self._give_back(job)
-        job.source = peer
         begun = time.monotonic()
         until = begun + self._reputations.patience_s(nbytes)
         try:

@@ -92,7 +92,7 @@ class PeerView(NamedTuple):
 
 
 class Job:
-    """A wanted chunk on its way: what came so far survives a broken connection. source: whose bytes they are."""
+    """A wanted chunk on its way: what came so far survives a broken connection."""
 
     def __init__(self, want: Want) -> None:
         self.want = want
@@ -103,7 +103,6 @@ class Job:
     def restart(self) -> None:
         self.got = 0
         self.hasher = blake3()
-        self.source = ""
 
 
 class Choice(NamedTuple):
