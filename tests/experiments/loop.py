@@ -52,10 +52,10 @@ def make_run(model: Path, seed: int, **sections: Any) -> RunConfig:
     data["task"]["seed"] = seed
     data["producer"]["seed"] = seed
     # Half of the demo's batch, so that a run takes half a minute. The rate rises first: Adam's first steps are as large as any,
-    # on the least knowledge, and without it one of five seeds lost all in them. It falls to 0 in the end: what is judged there
+    # on the least knowledge, and without it a seed lost all in them. It falls to 0 in the end: what is judged there
     # is where learning came to rest, not the last of the noise that full steps make on a task nearly solved.
     data["batch"]["groups_per_step"] = 16
-    data["learner"] |= {"lr": 1e-3, "warmup_steps": 8, "schedule": "linear"}
+    data["learner"] |= {"lr": 1e-3, "warmup_steps": 8, "schedule": "linear", "clip_low": 0.2, "clip_high": 0.28}
     for name, section in sections.items():
         data[name] = {**data.get(name, {}), **section} if isinstance(section, dict) else section
     return RunConfig.model_validate(data)
