@@ -128,7 +128,7 @@ class Intake:
                 letter = self._offer(record, header, decoded.get(at))
                 if letter is not None:
                     dead.append(letter)
-            self._changed.notify_all()
+            self._tell()
         return dead
 
     def dead_lettered(self, letter: DeadLetter) -> None:
@@ -146,7 +146,7 @@ class Intake:
                     self._make_ready(Group(group_id, tuple(ordered)), Reason.DEADLINE)
                 else:
                     self._drop(group_id, members, Reason.DEADLINE)
-            self._changed.notify_all()
+            self._tell()
 
     def full(self) -> bool:
         """Whether the buffer is full: stop reading. Makes room first where that is the only way on.
@@ -249,6 +249,11 @@ class Intake:
             return {number: position - frontiers[number] for number, position in self._ledger.positions().items()}
 
     # Inside the lock.
+
+    def _tell(self) -> None:
+        """Wake a waiting `cut` where it gets a batch: to wake it for every read would cost more than to drop what was read."""
+        if len(self._ready) >= self._groups_per_step:
+            self._changed.notify_all()
 
     @property
     def _nbytes(self) -> int:

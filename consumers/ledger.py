@@ -126,7 +126,7 @@ class Ledger:
         """
         ledger = self._partitions[partition]
         assert offset >= ledger.position, f"partition {partition}: offset {offset} after position {ledger.position}"
-        done = ledger.was_resolved(offset)
+        done = bool(ledger.carried) and ledger.was_resolved(offset)
         ledger.position = offset + 1
         ledger.order.append(offset)
         if not done:

@@ -6,7 +6,7 @@ Refuses consumer groups, commits, and every silent jump to another offset.
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -212,6 +212,14 @@ def _no_such_offset(where: str, detail: str) -> BrokerError:
 
 def _record(message: Message) -> LogRecord:
     # A message without an error stands somewhere: the client's None is for those that were never sent.
-    topic, partition, offset = cast("tuple[str, int, int]", (message.topic(), message.partition(), message.offset()))
-    headers = cast("list[tuple[str, bytes | None]]", message.headers() or [])
-    return LogRecord(topic, partition, offset, message.key(), headers, message.value(), message.timestamp()[1])
+    return LogRecord._make(
+        (
+            message.topic(),
+            message.partition(),
+            message.offset(),
+            message.key(),
+            message.headers() or [],
+            message.value(),
+            message.timestamp()[1],
+        )
+    )

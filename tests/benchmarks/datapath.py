@@ -11,10 +11,10 @@ warm-up. A record has 256 prompt and 1,024 completion tokens with float32 logpro
                             records without reports, then consume(100), with the same client settings. At least 0.85.
                             From the making of a client to the last record. A bare client lets half a second pass before
                             its first record, Echo's does not (`find_leaders`): that is a part of this ratio.
-    steady_ratio            the same, with bare clients that know their leaders before the clock starts: what Echo costs
+    steady_ratio            the same, against bare clients that ask for their leaders first, as Echo's do: what Echo costs
                             per record in a long run. No target: it is the price of Python at 40 us a record
-    stale_drop_us           time to read and drop a record that its headers call stale, above consumption by a bare client
-                            that knows its leaders; at most 2
+    stale_drop_us           time to read and drop a record that its headers call stale, above consumption by such a bare
+                            client; at most 2
     bytes_per_token         bytes that the producer's sockets sent / (prompt and completion tokens); at most 6.4
     consumer_cpu_s_per_10k  CPU seconds of the reading process, all its threads, per 10,000 records
 
@@ -160,12 +160,12 @@ class Bench:
         finally:
             self._admin.delete_topics([name], operation_timeout=20.0)[name].result(30.0)
 
-    def bare_write(self, topic: str, *, leaders_known: bool) -> Timed:
+    def bare_write(self, topic: str, *, ask_first: bool) -> Timed:
         conf = client_settings(self._settings, kafka_producer._PRODUCER_DEFAULTS, client_id="bare", drop=CONSUMER_ONLY)
         producer = Producer({**conf, "message.max.bytes": RECORD_BYTES, "queue.buffering.max.kbytes": QUEUE_BYTES // 1024})
-        if leaders_known:
-            producer.list_topics(topic, DEADLINE_S)
         clock = Clock()
+        if ask_first:
+            producer.list_topics(topic, DEADLINE_S)
         for key, headers, value in self._encoded:
             while True:
                 try:
@@ -178,14 +178,14 @@ class Bench:
         assert left == 0, f"{left} records were not acknowledged"
         return taken
 
-    def bare_read(self, topic: str, *, leaders_known: bool) -> Timed:
+    def bare_read(self, topic: str, *, ask_first: bool) -> Timed:
         conf = client_settings(self._settings, kafka_reader._READER_DEFAULTS, client_id="bare", drop=PRODUCER_ONLY)
         consumer = Consumer(
             {**conf, "group.id": "bare", "fetch.message.max.bytes": RECORD_BYTES, "enable.partition.eof": False}
         )
-        if leaders_known:
-            consumer.list_topics(topic, DEADLINE_S)
         clock = Clock()
+        if ask_first:
+            consumer.list_topics(topic, DEADLINE_S)
         consumer.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(PARTITIONS)])
         seen, end = 0, time.monotonic() + DEADLINE_S
         while seen < len(self._encoded):
@@ -298,14 +298,14 @@ def measure(bench: Bench, records: int, repetitions: int, say: Callable[[str], N
         with bench.topic() as bare, bench.topic() as echo, bench.topic() as warm:
             steps: list[list[tuple[str, Callable[[], Timed]]]] = [
                 [
-                    ("bare_write", partial(bench.bare_write, bare, leaders_known=False)),
+                    ("bare_write", partial(bench.bare_write, bare, ask_first=False)),
                     ("echo_write", partial(bench.echo_write, echo)),
-                    ("warm_write", partial(bench.bare_write, warm, leaders_known=True)),
+                    ("warm_write", partial(bench.bare_write, warm, ask_first=True)),
                 ],
                 [
-                    ("bare_read", partial(bench.bare_read, bare, leaders_known=False)),
+                    ("bare_read", partial(bench.bare_read, bare, ask_first=False)),
                     ("echo_read", partial(bench.echo_read, echo, stale=False)),
-                    ("warm_read", partial(bench.bare_read, warm, leaders_known=True)),
+                    ("warm_read", partial(bench.bare_read, warm, ask_first=True)),
                     ("stale_read", partial(bench.echo_read, echo, stale=True)),
                 ],
             ]
