@@ -68,6 +68,7 @@ class KafkaLogProducer:
             # A client that gets a record and knows no leader for it lets half a second pass.
             self._known.add(topic)
             find_leaders(self._producer, topic)
+            self._cluster.learn(self._producer)
         try:
             self._producer.produce(topic, value=value, key=key, headers=list(headers), on_delivery=_adapt(on_delivery))
         except BufferError:

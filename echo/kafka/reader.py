@@ -90,6 +90,7 @@ class KafkaLogReader:
         # A client that has to look up an offset and knows no leader lets half a second pass.
         for topic in {topic for topic, _ in positions}:
             find_leaders(self._consumer, topic)
+        self._cluster.learn(self._consumer)
         try:
             # The client would carry a pause over into the new assignment.
             self._consumer.resume([TopicPartition(*partition) for partition in self._paused])
