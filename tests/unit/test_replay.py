@@ -30,9 +30,11 @@ from echo.process import StopSignal
 from echo.trajectory import Sampling
 from tests.fakes.log import FakeReader
 from tests.helpers import make_group, make_trajectory
-from tests.unit.test_train_loop import GROUP, NAMES, Cluster, make_run, model_path, one_thread, train
+from tests.unit.test_train_loop import GROUP, NAMES, Cluster, make_run, model_path, train
 
-__all__ = ["model_path", "one_thread"]
+__all__ = ["model_path"]
+
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 def journal_of(run: RunConfig) -> Path:

@@ -21,9 +21,11 @@ from echo.errors import CheckpointError, ConfigError
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from tests.helpers import RUN_ID
-from tests.unit.test_train_loop import GROUP, NAMES, Cluster, make_run, model_path, one_thread, train
+from tests.unit.test_train_loop import GROUP, NAMES, Cluster, make_run, model_path, train
 
-__all__ = ["model_path", "one_thread"]
+__all__ = ["model_path"]
+
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture
