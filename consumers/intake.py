@@ -292,11 +292,11 @@ class Intake:
             return None
         if decoded is None:  # `_wanted` knew of a decision that has been forgotten since.
             (decoded,) = codec.decode_many([record.value])
-        error = decoded if isinstance(decoded, RecordError) else self._misfit(decoded, header)
-        if error is not None:
+        if not isinstance(decoded, RecordError):
+            decoded = self._misfit(decoded, header) or decoded
+        if isinstance(decoded, RecordError):
             self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.INCOMPLETE_GROUP)
-            return DeadLetter(record, _reason(error), str(error))
-        assert not isinstance(decoded, RecordError)
+            return DeadLetter(record, _reason(decoded), str(decoded))
         group = self._assembler.add(Member(*where, decoded.trajectory), self._clock())
         if group is not None:
             self._make_ready(group, Reason.DUPLICATE)

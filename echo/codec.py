@@ -118,7 +118,7 @@ _decoder = msgspec.msgpack.Decoder(_Value)
 def encode(trajectory: Trajectory) -> EncodedRecord:
     """Encode a sound record.
 
-    Raises CorruptRecordError where the record's own values are wrong (`trajectory.problems`).
+    Raises CorruptRecordError where the record's own values are wrong (`field_problems`, `logprob_problems`).
     """
     return encode_many([trajectory])[0]
 
@@ -130,7 +130,8 @@ def encode_many(trajectories: Sequence[Trajectory]) -> list[EncodedRecord]:
     """
     for trajectory in trajectories:
         _check_fields(trajectory)
-    _check_logprobs(trajectories)
+    for at, wrong in _wrong_logprobs(trajectories).items():
+        raise _unencodable(trajectories[at], wrong)
     prompts = [t.prompt_ids for t in trajectories]
     if all(prompt is prompts[0] for prompt in prompts):
         packed_prompts = pack_ids("prompt_ids", prompts[:1]) * len(prompts)
@@ -143,7 +144,7 @@ def encode_many(trajectories: Sequence[Trajectory]) -> list[EncodedRecord]:
 def _check_fields(trajectory: Trajectory) -> None:
     wrong = field_problems(trajectory)
     if wrong:
-        raise CorruptRecordError(f"trajectory {trajectory.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
+        raise _unencodable(trajectory, wrong)
     for name in (trajectory.run_id, trajectory.trajectory_id, trajectory.group_id):
         # No character has more than 4 bytes in UTF-8.
         if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
@@ -153,14 +154,15 @@ def _check_fields(trajectory: Trajectory) -> None:
             )
 
 
-def _check_logprobs(trajectories: Sequence[Trajectory]) -> None:
-    """All together, and one by one only where something is wrong."""
+def _unencodable(trajectory: Trajectory, wrong: Sequence[str]) -> CorruptRecordError:
+    return CorruptRecordError(f"trajectory {trajectory.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
+
+
+def _wrong_logprobs(trajectories: Sequence[Trajectory]) -> dict[int, list[str]]:
+    """What is wrong with whose logprobs, by index: all together, and one by one only where something is."""
     if not trajectories or not logprob_problems(np.concatenate([t.logprobs for t in trajectories])):
-        return
-    for t in trajectories:
-        wrong = logprob_problems(t.logprobs)
-        if wrong:
-            raise CorruptRecordError(f"trajectory {t.trajectory_id!r} can't be encoded: {'; '.join(wrong)}")
+        return {}
+    return {at: wrong for at, t in enumerate(trajectories) if (wrong := logprob_problems(t.logprobs))}
 
 
 def _encode(t: Trajectory, prompt_ids: WireArray, completion_ids: WireArray) -> EncodedRecord:
@@ -274,12 +276,10 @@ def _decode_part(values: list[bytes | None]) -> list[Decoded | RecordError]:
     readable = [wire for wire in wires if isinstance(wire, _Value)]
     pairs = iter(unpack_pairs([(wire.prompt_ids, wire.completion_ids) for wire in readable]))
     found = [_trajectory(wire, next(pairs)) if isinstance(wire, _Value) else wire for wire in wires]
-    logprobs = [decoded.trajectory.logprobs for decoded in found if isinstance(decoded, Decoded)]
-    if logprobs and logprob_problems(np.concatenate(logprobs)):
-        for index, decoded in enumerate(found):
-            wrong = logprob_problems(decoded.trajectory.logprobs) if isinstance(decoded, Decoded) else []
-            if isinstance(decoded, Decoded) and wrong:
-                found[index] = _unsound(decoded.trajectory, wrong)
+    sound = {at: decoded.trajectory for at, decoded in enumerate(found) if isinstance(decoded, Decoded)}
+    places = list(sound)
+    for at, wrong in _wrong_logprobs(list(sound.values())).items():
+        found[places[at]] = _unsound(sound[places[at]], wrong)
     return found
 
 

@@ -138,13 +138,8 @@ def incarnation_of(group: str) -> str:
     return parts[1] if len(parts) == 3 else ""
 
 
-def problems(trajectory: Trajectory) -> list[str]:
-    """What is wrong with a record's values, each a phrase that names the field; empty when it is sound."""
-    return field_problems(trajectory) + logprob_problems(trajectory.logprobs)
-
-
 def field_problems(trajectory: Trajectory) -> list[str]:
-    """As `problems`, without a look at the values of the arrays."""
+    """What is wrong with a record's values, each a phrase that names the field, without a look at what the arrays hold."""
     found: list[str] = []
     t = trajectory
     completion = len(t.completion_ids)

@@ -48,11 +48,6 @@ class Buffers:
         weakref.finalize(lease, self._returned.append, memory).atexit = False
         return lease.data
 
-    def trim(self) -> None:
-        """Give idle memory beyond `idle_bytes_max` back to the system, the largest buffers first."""
-        with self._lock:
-            self._collect()
-
     def _collect(self) -> None:
         while self._returned:
             memory = self._returned.popleft()
