@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from consumers.groups import Assembler, Group, Member
-from consumers.ledger import Ledger, Reason, Resolution
+from consumers.ledger import Ledger, Reason, Resolved
 from echo import codec
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
 from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
-from echo.trajectory import Trajectory, incarnation_of
+from echo.trajectory import incarnation_of
 
 # Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 20 MB.
 _REMEMBERED_GROUPS = 100_000
@@ -49,10 +49,20 @@ class IntakeStats(NamedTuple):
     seen_versions: tuple[int, int] | None
 
 
-class Settlement(NamedTuple):
-    """Records resolved, groups dropped per producer incarnation, and the ledger's state where it was asked for."""
+class Judged(NamedTuple):
+    """A record that was decoded before it was resolved: how, its task, its completion's length in tokens, its reward."""
 
-    resolutions: list[Resolution]
+    reason: Reason
+    task: str
+    completion: int
+    reward: float
+
+
+class Settlement(NamedTuple):
+    """What was resolved: offsets, the decoded records, dropped groups per producer incarnation; the ledger's state if asked."""
+
+    resolved: Resolved
+    judged: list[Judged]
     dropped_groups: dict[str, int]
     state: dict[str, Any] | None
 
@@ -90,6 +100,7 @@ class Intake:
         clock: Callable[[], float],
     ) -> None:
         self._run_id = run_id
+        self._run_bytes = run_id.encode()
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
         self._buffer_bytes = buffer_bytes
@@ -105,7 +116,7 @@ class Intake:
         self._ready_versions: list[int] = []
         self._ready_bytes = 0
         self._decided: OrderedDict[str, Reason] = OrderedDict()
-        self._resolutions: list[Resolution] = []
+        self._judged: list[Judged] = []
         self._dropped_groups: Counter[str] = Counter()
         self._worst_staleness = 0
         self._seen: tuple[int, int] | None = None
@@ -117,15 +128,33 @@ class Intake:
 
     def offer(self, records: Iterable[LogRecord]) -> list[DeadLetter]:
         """Take records in log order. What can't be read comes back: write it to the dead letters, then `dead_lettered`."""
-        records = list(records)
-        headers = [_header(record) for record in records]
-        # Together, which is cheaper, and before the lock is taken. What is decided meanwhile is decoded in vain, no more.
-        wanted = [at for at, header in enumerate(headers) if isinstance(header, codec.RecordHeader) and self._wanted(header)]
-        decoded = dict(zip(wanted, codec.decode_many([records[at].value for at in wanted]), strict=True))
         dead: list[DeadLetter] = []
+        kept: list[tuple[LogRecord, codec.RecordHeader]] = []
         with self._changed:
-            for at, (record, header) in enumerate(zip(records, headers, strict=True)):
-                letter = self._offer(record, header, decoded.get(at))
+            for record in records:
+                if not self._ledger.begin(record.partition, record.offset):
+                    continue
+                headers = dict(record.headers)
+                # Most of what is dropped: a member of a group that is decided already. Its other headers don't matter.
+                group_id = codec.group_of(headers, self._run_bytes)
+                decided = self._decided.get(group_id) if group_id is not None else None
+                if decided is not None:
+                    self._ledger.resolve(record.partition, record.offset, decided)
+                    continue
+                try:
+                    header = codec.decode_headers(headers)
+                except RecordError as error:
+                    dead.append(DeadLetter(record, _reason(error), str(error)))
+                    continue
+                reason = self._judge(header)
+                if reason is None:
+                    kept.append((record, header))
+                else:
+                    self._ledger.resolve(record.partition, record.offset, reason)
+            # Together, which is cheaper.
+            values = codec.decode_many([record.value for record, _ in kept])
+            for (record, header), decoded in zip(kept, values, strict=True):
+                letter = self._join(record, header, decoded)
                 if letter is not None:
                     dead.append(letter)
             self._tell()
@@ -134,7 +163,7 @@ class Intake:
     def dead_lettered(self, letter: DeadLetter) -> None:
         """The broker has acknowledged the dead letter."""
         with self._changed:
-            self._resolve(letter.record.partition, letter.record.offset, letter.reason)
+            self._ledger.resolve(letter.record.partition, letter.record.offset, letter.reason)
 
     def expire(self) -> None:
         """Decide groups whose deadline has passed: trainable with `min_group_size` members, else dropped."""
@@ -218,9 +247,9 @@ class Intake:
     def settle(self, *, with_state: bool) -> "Settlement":
         """What was resolved since the last call and, for a checkpoint, the ledger's state at this very moment."""
         with self._changed:
-            resolutions, self._resolutions = self._resolutions, []
+            judged, self._judged = self._judged, []
             groups, self._dropped_groups = dict(self._dropped_groups), Counter()
-            return Settlement(resolutions, groups, self._ledger.state() if with_state else None)
+            return Settlement(self._ledger.take_resolved(), judged, groups, self._ledger.state() if with_state else None)
 
     def stats(self) -> IntakeStats:
         with self._changed:
@@ -259,39 +288,36 @@ class Intake:
     def _nbytes(self) -> int:
         return self._assembler.nbytes + self._ready_bytes
 
-    def _offer(
-        self, record: LogRecord, header: codec.RecordHeader | RecordError, decoded: codec.Decoded | RecordError | None
-    ) -> DeadLetter | None:
-        where = (record.partition, record.offset)
-        if not self._ledger.begin(*where):
-            return None
-        if isinstance(header, RecordError):
-            return DeadLetter(record, _reason(header), str(header))
+    def _judge(self, header: codec.RecordHeader) -> Reason | None:
+        """Why a record is dropped from its headers, and with it its group where that is of this run; None: it is not."""
         if header.run_id != self._run_id:
-            self._resolve(*where, Reason.FOREIGN_RUN)
-            return None
-        decided = self._decided.get(header.group_id)
-        if decided is not None:
-            self._resolve(*where, decided)
-            return None
+            return Reason.FOREIGN_RUN
+        reason = self._decided.get(header.group_id)
+        if reason is not None:
+            return reason
         low, high = self._seen or (header.min_policy_version, header.max_policy_version)
         self._seen = (min(low, header.min_policy_version), max(high, header.max_policy_version))
         if self._is_stale(header.min_policy_version):
-            self._resolve(*where, Reason.STALE)
-            self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.STALE)
-            return None
-        if self._max_tokens is not None and header.token_count > self._max_tokens:
-            self._resolve(*where, Reason.TOO_LARGE)
-            self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.TOO_LARGE)
-            return None
-        if self._requested is not None and header.group_id not in self._requested:
-            self._resolve(*where, Reason.UNREQUESTED)
+            reason = Reason.STALE
+        elif self._max_tokens is not None and header.token_count > self._max_tokens:
+            reason = Reason.TOO_LARGE
+        elif self._requested is not None and header.group_id not in self._requested:
+            # Nothing of the group was ever taken, and it may be requested later.
+            return Reason.UNREQUESTED
+        if reason is not None:
+            self._drop(header.group_id, self._assembler.remove(header.group_id), reason)
+        return reason
+
+    def _join(self, record: LogRecord, header: codec.RecordHeader, decoded: codec.Decoded | RecordError) -> DeadLetter | None:
+        """Have a record join its group, unless one that was read with it has decided that."""
+        where = (record.partition, record.offset)
+        decided = self._decided.get(header.group_id)
+        if decided is not None:
+            self._ledger.resolve(*where, decided)
             return None
         if self._assembler.holds(header.group_id, header.group_index):
-            self._resolve(*where, Reason.DUPLICATE)
+            self._ledger.resolve(*where, Reason.DUPLICATE)
             return None
-        if decoded is None:  # `_wanted` knew of a decision that has been forgotten since.
-            (decoded,) = codec.decode_many([record.value])
         if not isinstance(decoded, RecordError):
             decoded = self._misfit(decoded, header) or decoded
         if isinstance(decoded, RecordError):
@@ -301,16 +327,6 @@ class Intake:
         if group is not None:
             self._make_ready(group, Reason.DUPLICATE)
         return None
-
-    def _wanted(self, header: codec.RecordHeader) -> bool:
-        """Whether the value will be looked at, as far as can be said now. `_offer` decides."""
-        return (
-            header.run_id == self._run_id
-            and header.group_id not in self._decided
-            and (self._requested is None or header.group_id in self._requested)
-            and not is_stale(self._newest, header.min_policy_version, self._max_staleness)
-            and (self._max_tokens is None or header.token_count <= self._max_tokens)
-        )
 
     def _misfit(self, decoded: codec.Decoded, header: codec.RecordHeader) -> CorruptRecordError | None:
         """Why a sound value can't join its group."""
@@ -361,23 +377,9 @@ class Intake:
             self._decided.popitem(last=False)
 
     def _resolve_members(self, members: Iterable[Member], reason: Reason) -> None:
-        for member in members:
-            self._resolve(member.partition, member.offset, reason, member.trajectory)
-
-    def _resolve(self, partition: int, offset: int, reason: Reason, decoded: Trajectory | None = None) -> None:
-        self._ledger.resolve(partition, offset, reason)
-        if decoded is None:
-            resolution = Resolution(partition, offset, reason)
-        else:
-            resolution = Resolution(partition, offset, reason, len(decoded.completion_ids), decoded.reward, decoded.task)
-        self._resolutions.append(resolution)
-
-
-def _header(record: LogRecord) -> codec.RecordHeader | RecordError:
-    try:
-        return codec.decode_headers(record.headers)
-    except RecordError as error:
-        return error
+        for partition, offset, trajectory in members:
+            self._ledger.resolve(partition, offset, reason)
+            self._judged.append(Judged(reason, trajectory.task, len(trajectory.completion_ids), trajectory.reward))
 
 
 def _reason(error: RecordError) -> Reason:

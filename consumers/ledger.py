@@ -10,9 +10,9 @@ two that were read one after the other never shows up, and intervals may run acr
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
-from echo.journal import Interval, intervals
+from echo.journal import Interval, merged
 
 
 class Outcome(StrEnum):
@@ -52,6 +52,41 @@ OUTCOME_OF = {
     Reason.SCHEMA: Outcome.DEAD_LETTERED,
     Reason.CORRUPT: Outcome.DEAD_LETTERED,
 }
+
+
+class Resolved:
+    """Which offsets ended how, as half-open runs: many records in a row take no more memory than one."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[Reason, int], list[list[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def add(self, partition: int, offset: int, reason: Reason) -> None:
+        runs = self._runs.get((reason, partition))
+        if runs is None:
+            self._runs[reason, partition] = [[offset, offset + 1]]
+        elif runs[-1][1] == offset:
+            runs[-1][1] = offset + 1
+        else:
+            runs.append([offset, offset + 1])
+
+    def update(self, other: "Resolved") -> None:
+        """Take over what another one holds."""
+        for place, runs in other._runs.items():
+            mine = self._runs.setdefault(place, [])
+            if mine and mine[-1][1] == runs[0][0]:
+                mine[-1][1] = runs[0][1]
+                runs = runs[1:]
+            mine.extend(list(run) for run in runs)
+
+    def by_reason(self) -> dict[str, dict[str, list[Interval]]]:
+        """As a line of the journal has it: reason -> partition -> intervals."""
+        found: dict[str, dict[str, list[Interval]]] = {}
+        for (reason, partition), runs in self._runs.items():
+            found.setdefault(reason.value, {})[str(partition)] = merged(runs)
+        return found
 
 
 class _PartitionLedger:
@@ -108,6 +143,7 @@ class Ledger:
             number: _PartitionLedger(positions.get(number, 0), above.get(number, ()))
             for number in sorted({*partitions, *positions})
         }
+        self._newly_resolved = Resolved()
         self.read = sum(self.resolved.values())
         """Records read in this lineage: those resolved before the checkpoint, and those read since. Counted for itself, so that
         `read = trained + dropped + dead_lettered + pending` can fail."""
@@ -140,6 +176,12 @@ class Ledger:
         assert offset in ledger.pending, f"partition {partition}: offset {offset} is not pending ({reason})"
         ledger.pending.remove(offset)
         self.resolved[reason] += 1
+        self._newly_resolved.add(partition, offset, reason)
+
+    def take_resolved(self) -> Resolved:
+        """What was resolved since the last call."""
+        taken, self._newly_resolved = self._newly_resolved, Resolved()
+        return taken
 
     def frontiers(self) -> dict[int, int]:
         """Per partition, the offset to read from after a restart."""
@@ -159,25 +201,3 @@ class Ledger:
             },
             "resolved": {reason.value: n for reason, n in sorted(self.resolved.items())},
         }
-
-
-class Resolution(NamedTuple):
-    """What became of a record. The rest where it was decoded: completion length in tokens, reward, task."""
-
-    partition: int
-    offset: int
-    reason: Reason
-    completion: int | None = None
-    reward: float | None = None
-    task: str | None = None
-
-
-def by_reason(resolutions: Iterable[Resolution]) -> dict[str, dict[str, list[Interval]]]:
-    """Resolutions as they stand in a line: reason -> partition -> intervals."""
-    offsets: dict[str, dict[str, list[int]]] = {}
-    for resolution in resolutions:
-        offsets.setdefault(resolution.reason.value, {}).setdefault(str(resolution.partition), []).append(resolution.offset)
-    return {
-        reason: {partition: intervals(found) for partition, found in partitions.items()}
-        for reason, partitions in offsets.items()
-    }

@@ -6,28 +6,27 @@ decoded, has neither a completion length nor a reward here. `bias.json` of a dem
 
 from collections.abc import Iterable
 
-from consumers.ledger import OUTCOME_OF, Resolution
+from consumers.intake import Judged
+from consumers.ledger import OUTCOME_OF
 from echo.metrics import TrainerMetrics
 
 
 class Outcomes:
-    """Feeds `echo_train_completion_tokens` and `echo_train_outcome_reward_mean` from resolutions."""
+    """Feeds `echo_train_completion_tokens` and `echo_train_outcome_reward_mean`."""
 
     def __init__(self, metrics: TrainerMetrics) -> None:
         self._metrics = metrics
         # A gauge, since a counter of rewards could not go down: rewards may be negative.
         self._rewards: dict[tuple[str, str], tuple[int, float]] = {}
 
-    def add(self, resolutions: Iterable[Resolution]) -> None:
+    def add(self, judged: Iterable[Judged]) -> None:
         changed = set()
-        for resolution in resolutions:
-            if resolution.completion is None or resolution.reward is None or resolution.task is None:
-                continue
-            outcome = OUTCOME_OF[resolution.reason].value
-            self._metrics.completion_tokens.labels(self._metrics.run_id, outcome).observe(resolution.completion)
-            key = (outcome, resolution.task)
+        for one in judged:
+            outcome = OUTCOME_OF[one.reason].value
+            self._metrics.completion_tokens.labels(self._metrics.run_id, outcome).observe(one.completion)
+            key = (outcome, one.task)
             count, total = self._rewards.get(key, (0, 0.0))
-            self._rewards[key] = (count + 1, total + resolution.reward)
+            self._rewards[key] = (count + 1, total + one.reward)
             changed.add(key)
         for key in changed:
             count, total = self._rewards[key]

@@ -7,6 +7,7 @@ paused, and hands every failure to the trainer, who asks `check`.
 """
 
 import threading
+import time
 from collections.abc import Mapping
 
 import structlog
@@ -21,6 +22,8 @@ log = structlog.get_logger("reader")
 # Larger batches do not read faster from 8 KiB records up, and hold the intake's lock longer.
 _RECORDS_PER_READ = 100
 _POLL_S = 0.2
+# It is a gauge for people, and to ask for it costs as much as to drop ten records.
+_LAG_EVERY_S = 0.2
 
 
 class TrajectoryReader:
@@ -50,6 +53,7 @@ class TrajectoryReader:
         self._error: EchoError | None = None
         self.paused = False
         self._lag: dict[int, int | None] = {}
+        self._lag_due = 0.0
         self._thread = threading.Thread(target=self._run, name="trajectory-reader", daemon=True)
 
     def start(self) -> None:
@@ -90,8 +94,10 @@ class TrajectoryReader:
         self._letters.add(self._intake.offer(self._reader.read(_RECORDS_PER_READ, _POLL_S)))
         self._intake.expire()
         self._letters.send()
-        # The client lets one thread in at a time, and is not fair: another thread that asks it would wait for very long.
-        self._lag = {number: behind for (_, number), behind in self._reader.lag().items()}
+        # Here, because the client lets one thread in at a time, and is not fair: another thread would wait for very long.
+        if (now := time.monotonic()) >= self._lag_due:
+            self._lag = {number: behind for (_, number), behind in self._reader.lag().items()}
+            self._lag_due = now + _LAG_EVERY_S
 
     def _set_paused(self, full: bool) -> None:
         if full == self.paused:

@@ -20,7 +20,7 @@ from consumers.fleet_listener import FleetListener
 from consumers.groups import Group
 from consumers.intake import Intake
 from consumers.learner import Learner
-from consumers.ledger import OUTCOME_OF, Reason, Resolution, by_reason
+from consumers.ledger import OUTCOME_OF, Reason, Resolved
 from consumers.lineage import touches
 from consumers.outcomes import Outcomes
 from consumers.policy import AdapterBase, PolicyPublisher
@@ -87,7 +87,7 @@ class Trainer:
         self._requester = requester
         self._clock = clock
         self.step = step
-        self._unjournaled: list[Resolution] = []
+        self._unjournaled = Resolved()
         self._checkpointed_step: int | None = None
         self._skipped_in_row = 0
         # Counters of this process; the ledger's numbers are the lineage's.
@@ -201,8 +201,8 @@ class Trainer:
         with self._phase("checkpoint"):
             state = self._settle(with_state=True)
             if self._unjournaled:
-                self._journal.append({"step": self.step, "resolved": by_reason(self._unjournaled)})
-                self._unjournaled = []
+                self._journal.append({"step": self.step, "resolved": self._unjournaled.by_reason()})
+                self._unjournaled = Resolved()
             self._journal.sync()
             tensors, meta = self._learner.state()
             reader: dict[str, Any] = {
@@ -222,8 +222,8 @@ class Trainer:
     def _settle(self, *, with_state: bool = False) -> dict[str, Any] | None:
         """Take over what was resolved: counted, journaled later, and told to the producers whose groups were dropped."""
         settled = self._intake.settle(with_state=with_state)
-        self._outcomes.add(settled.resolutions)
-        self._unjournaled.extend(settled.resolutions)
+        self._outcomes.add(settled.judged)
+        self._unjournaled.update(settled.resolved)
         if settled.dropped_groups:
             self._fleet.groups_resolved(settled.dropped_groups)
         return settled.state
@@ -241,7 +241,7 @@ class Trainer:
                 "tokens_per_microbatch": self._run.learner.tokens_per_microbatch,
                 "ranks": self._learner.ranks,
                 "judgement": self._run.learner.judgement,
-                "resolved": by_reason(self._unjournaled),
+                "resolved": self._unjournaled.by_reason(),
                 "skipped": stats.skipped,
                 "reward_mean": stats.reward_mean,
                 "loss": stats.loss,
@@ -253,7 +253,7 @@ class Trainer:
                 "time": time.time(),
             }
         )
-        self._unjournaled = []
+        self._unjournaled = Resolved()
 
     def _describe_wait(self) -> str:
         stats = self._intake.stats()

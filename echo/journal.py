@@ -23,14 +23,14 @@ Interval = tuple[int, int]
 """Half open: [first, last + 1)."""
 
 
-def intervals(offsets: Iterable[int]) -> list[Interval]:
-    """Half-open intervals that cover exactly these offsets."""
+def merged(runs: Iterable[Sequence[int]]) -> list[Interval]:
+    """Half-open intervals that cover exactly what half-open runs do, in order and as few as can be."""
     found: list[Interval] = []
-    for offset in sorted(offsets):
-        if found and found[-1][1] == offset:
-            found[-1] = (found[-1][0], offset + 1)
+    for first, end in sorted((first, end) for first, end in runs):
+        if found and found[-1][1] >= first:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            found.append((offset, offset + 1))
+            found.append((first, end))
     return found
 
 

@@ -108,23 +108,21 @@ class KafkaLogReader:
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
         self._check()
         try:
-            # Asked for many, the client waits for all of them or the timeout: wait for one, then take what is there.
-            messages = self._consumer.consume(1, timeout_s)
-            if messages and max_records > 1:
-                messages += self._consumer.consume(max_records - 1, 0)
+            # Asked for many, the client waits for all of them or the timeout: take what is there, and wait for one at most.
+            messages = self._consumer.consume(max_records, 0) or self._consumer.consume(1, timeout_s)
         except KafkaException as error:
             raise wrap_error(error.args[0], "reading") from None
         records: list[LogRecord] = []
         with self._lock:
+            told = 0
             for message in messages:
-                if message.error() is not None:
+                if message.error() is None:
+                    records.append(_record(message))
+                else:
+                    self._advance(records[told:])
+                    told = len(records)
                     self._on_error(message)
-                    continue
-                record = _record(message)
-                records.append(record)
-                partition = (record.topic, record.partition)
-                self._ends.discard(partition)
-                self._positions[partition] = record.offset + 1
+            self._advance(records[told:])
         if not records:
             self._check()
         return records
@@ -184,6 +182,11 @@ class KafkaLogReader:
                 topic, number = partition
                 self._failed = _no_such_offset(f"{topic}[{number}]@{position}", f"the log ends at {high}")
                 raise self._failed
+
+    def _advance(self, records: Iterable[LogRecord]) -> None:
+        for partition, offset in {(record.topic, record.partition): record.offset for record in records}.items():
+            self._ends.discard(partition)
+            self._positions[partition] = offset + 1
 
     def _on_error(self, message: Message) -> None:
         error = message.error()

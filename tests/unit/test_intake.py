@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from consumers.intake import BufferTooSmallError, DeadLetter, Intake
 from consumers.ledger import Ledger, Reason
 from echo import codec
+from echo.journal import covers
 from echo.kafka import LogRecord
 from echo.trajectory import Trajectory, group_id, trajectory_id
 from tests.helpers import RUN_ID, make_trajectory
@@ -102,6 +103,21 @@ def test_a_stale_member_drops_its_whole_group_also_those_that_come_later() -> No
     intake.offer([log.put(member(1, 1, version=3)), log.put(member(1, 0, version=5))])
     assert reasons(intake) == {Reason.STALE: 4}
     assert intake.settle(with_state=False).dropped_groups == {"p0": 1, "p1": 1}
+
+
+def test_a_sibling_of_a_newer_minor_schema_is_told_its_groups_decision_and_the_group_counts_once() -> None:
+    log, intake = Log(), make_intake(newest_version=5)
+    first, second = log.put(member(0, 0)), log.put(member(0, 1))
+    newer = [(name, b"1.7" if name == "schema" else value) for name, value in second.headers]
+    intake.offer([first, second._replace(headers=newer)])
+    assert reasons(intake) == {Reason.STALE: 2}
+    assert intake.settle(with_state=False).dropped_groups == {"p0": 1}
+
+
+def test_a_foreign_record_under_the_id_of_a_decided_group_is_foreign() -> None:
+    log, intake = Log(), make_intake(newest_version=5)
+    intake.offer([log.put(member(0, 0)), log.put(member(0, 1, run_id="other"))])
+    assert reasons(intake) == {Reason.STALE: 1, Reason.FOREIGN_RUN: 1}
 
 
 def test_an_announcement_drops_what_it_makes_stale_complete_or_not() -> None:
@@ -336,6 +352,6 @@ def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data
     stats = intake.stats()
     assert stats.pending == 0
     assert stats.nbytes == 0
-    settled = intake.settle(with_state=True)
-    assert len({(r.partition, r.offset) for r in settled.resolutions}) == len(settled.resolutions) == log.next
-    assert sum(Counter(r.reason for r in settled.resolutions).values()) == log.next
+    found = intake.settle(with_state=True).resolved.by_reason()
+    assert sorted(offset for spans in found.values() for offset in covers(spans["0"])) == list(range(log.next))
+    assert {reason: len(list(covers(spans["0"]))) for reason, spans in found.items()} == stats.resolved

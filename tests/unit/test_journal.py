@@ -4,15 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from consumers.ledger import Reason, Resolution, by_reason
 from echo import journal
 from echo.errors import CheckpointError
 from echo.journal import Journal
-
-
-def test_resolutions_become_intervals_per_reason_and_partition() -> None:
-    found = by_reason([Resolution(0, 5, Reason.TRAINED), Resolution(0, 4, Reason.TRAINED), Resolution(1, 9, Reason.STALE)])
-    assert found == {"trained": {"0": [(4, 6)]}, "stale": {"1": [(9, 10)]}}
 
 
 def test_a_resume_keeps_only_the_lines_of_the_checkpoint(tmp_path: Path) -> None:

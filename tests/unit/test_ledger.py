@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.ledger import OUTCOME_OF, Ledger, Outcome, Reason
-from echo.journal import intervals
+from consumers.ledger import OUTCOME_OF, Ledger, Outcome, Reason, Resolved
+from echo.journal import covers
 
 reasons = st.sampled_from(list(Reason))
 
@@ -89,8 +89,34 @@ def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, 
     assert mine.keys() == {(p, o) for p, offsets in logs.items() for o in offsets}
 
 
-@given(st.sets(st.integers(0, 200)))
-def test_intervals_cover_exactly_their_offsets(offsets: set[int]) -> None:
-    found = intervals(offsets)
-    assert {offset for first, end in found for offset in range(first, end)} == offsets
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60)), unique=True), st.lists(st.integers(0, 60), max_size=4))
+def test_resolved_offsets_are_told_exactly_and_in_as_few_intervals_as_can_be(
+    places: list[tuple[int, int]], taken_after: list[int]
+) -> None:
+    """In whatever order they were resolved, and however often they were taken over in between."""
+    ledger, found = Ledger([0, 1]), Resolved()
+    for partition, offset in sorted(places):
+        ledger.begin(partition, offset)
+    reason_of = {place: Reason.STALE if sum(place) % 3 else Reason.TRAINED for place in places}
+    for number, place in enumerate(places):
+        ledger.resolve(*place, reason_of[place])
+        for _ in range(taken_after.count(number)):
+            found.update(ledger.take_resolved())
+    found.update(ledger.take_resolved())
+    told = found.by_reason()
+    assert {
+        (int(partition), offset): Reason(reason)
+        for reason, partitions in told.items()
+        for partition, spans in partitions.items()
+        for offset in covers(spans)
+    } == reason_of
+    for partitions in told.values():
+        assert all(a[1] < b[0] for spans in partitions.values() for a, b in itertools.pairwise(spans))
+
+
+def test_many_records_in_a_row_are_one_run() -> None:
+    """A trainer that drops for hours between two steps must not remember each record."""
+    found = Resolved()
+    for offset in range(100_000):
+        found.add(0, offset, Reason.STALE)
+    assert sum(len(runs) for runs in found._runs.values()) == 1
