@@ -100,7 +100,6 @@ class Intake:
         clock: Callable[[], float],
     ) -> None:
         self._run_id = run_id
-        self._run_bytes = run_id.encode()
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
         self._buffer_bytes = buffer_bytes
@@ -115,7 +114,8 @@ class Intake:
         self._ready: list[Group] = []
         self._ready_versions: list[int] = []
         self._ready_bytes = 0
-        self._decided: OrderedDict[str, Reason] = OrderedDict()
+        # By the group's key, since that is what a record is known by before its headers are read.
+        self._decided: OrderedDict[bytes, Reason] = OrderedDict()
         self._judged: list[Judged] = []
         self._dropped_groups: Counter[str] = Counter()
         self._worst_staleness = 0
@@ -134,15 +134,13 @@ class Intake:
             for record in records:
                 if not self._ledger.begin(record.partition, record.offset):
                     continue
-                headers = dict(record.headers)
-                # Most of what is dropped: a member of a group that is decided already. Its other headers don't matter.
-                group_id = codec.group_of(headers, self._run_bytes)
-                decided = self._decided.get(group_id) if group_id is not None else None
+                # Most of what is dropped. To look at the headers would cost more than all else about it.
+                decided = None if record.key is None else self._decided.get(record.key)
                 if decided is not None:
                     self._ledger.resolve(record.partition, record.offset, decided)
                     continue
                 try:
-                    header = codec.decode_headers(headers)
+                    header = codec.decode_headers(record.headers)
                 except RecordError as error:
                     dead.append(DeadLetter(record, _reason(error), str(error)))
                     continue
@@ -206,8 +204,8 @@ class Intake:
         with self._changed:
             ready = {group.group_id for group in self._ready}
             wanted = frozenset(group_ids)
-            dropped = {name: self._decided[name] for name in wanted - ready if name in self._decided}
-            return Standing(wanted & ready, dropped)
+            decided = {name: self._decided.get(name.encode()) for name in wanted - ready}
+            return Standing(wanted & ready, {name: reason for name, reason in decided.items() if reason is not None})
 
     def cut(self, timeout_s: float) -> list[Group] | None:
         """A batch of `groups_per_step` groups, the oldest policy first, then in order of completion; None after the timeout.
@@ -292,7 +290,7 @@ class Intake:
         """Why a record is dropped from its headers, and with it its group where that is of this run; None: it is not."""
         if header.run_id != self._run_id:
             return Reason.FOREIGN_RUN
-        reason = self._decided.get(header.group_id)
+        reason = self._decided.get(header.group_id.encode())
         if reason is not None:
             return reason
         low, high = self._seen or (header.min_policy_version, header.max_policy_version)
@@ -311,7 +309,7 @@ class Intake:
     def _join(self, record: LogRecord, header: codec.RecordHeader, decoded: codec.Decoded | RecordError) -> DeadLetter | None:
         """Have a record join its group, unless one that was read with it has decided that."""
         where = (record.partition, record.offset)
-        decided = self._decided.get(header.group_id)
+        decided = self._decided.get(header.group_id.encode())
         if decided is not None:
             self._ledger.resolve(*where, decided)
             return None
@@ -371,8 +369,9 @@ class Intake:
         self._resolve_members(members, reason)
 
     def _remember(self, group_id: str, reason: Reason) -> None:
-        self._decided[group_id] = reason
-        self._decided.move_to_end(group_id)
+        key = group_id.encode()
+        self._decided[key] = reason
+        self._decided.move_to_end(key)
         if len(self._decided) > _REMEMBERED_GROUPS:
             self._decided.popitem(last=False)
 

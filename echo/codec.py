@@ -2,7 +2,8 @@
 
 Refuses to judge: it says what a record is or why it can't be read, and nothing about runs or staleness.
 
-Key: the group id, so that a group's members share a partition. Headers (ASCII text, readable in any Kafka tool) carry
+Key: the group id, so that a group's members share a partition, and so that a member whose group is decided is known by
+its key alone. Headers (ASCII text, readable in any Kafka tool) carry
 all that a consumer needs to decide without touching the value:
 
     schema  run  trajectory  group  group_size  group_index  min_version  max_version  tokens
@@ -19,7 +20,7 @@ default; it never changes or removes one. A major step may do anything, and a re
 with `SchemaError`, from the header alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -206,21 +207,7 @@ def _encode(t: Trajectory, prompt_ids: WireArray, completion_ids: WireArray) -> 
     return EncodedRecord(group, headers, _encoder.encode(value))
 
 
-def group_of(headers: Mapping[str, bytes | None], run_id: bytes) -> str | None:
-    """The group that a record of this run names, without a look at the other headers: enough where that group is decided.
-
-    None where the headers want `decode_headers`: of another run or schema, or not sound.
-    """
-    group = headers.get("group")
-    if group is None or headers.get("run") != run_id or headers.get("schema") != _SCHEMA_BYTES:
-        return None
-    try:
-        return group.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def decode_headers(headers: Mapping[str, bytes | None] | Iterable[tuple[str, bytes | None]] | None) -> RecordHeader:
+def decode_headers(headers: Iterable[tuple[str, bytes | None]] | None) -> RecordHeader:
     """Read the headers alone.
 
     Raises SchemaError for an unknown major version, CorruptRecordError for missing or unreadable headers.

@@ -21,7 +21,7 @@ class LogRecord(NamedTuple):
     partition: int
     offset: int
     key: bytes | None
-    headers: list[tuple[str, bytes | None]]
+    headers: Headers
     value: bytes | None
     timestamp_ms: int
 

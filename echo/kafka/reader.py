@@ -5,8 +5,8 @@ Refuses consumer groups, commits, and every silent jump to another offset.
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -214,6 +214,34 @@ def _no_such_offset(where: str, detail: str) -> BrokerError:
     )
 
 
+class _Headers(Sequence[tuple[str, bytes | None]]):
+    """A message's headers, made when they are looked at: that costs more than all else about a record dropped by its key."""
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: Message) -> None:
+        self._message = message
+
+    def __iter__(self) -> Iterator[tuple[str, bytes | None]]:
+        return iter(self._made())
+
+    def __len__(self) -> int:
+        return len(self._made())
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._made()[at]
+
+    def __eq__(self, other: object) -> bool:
+        return self._made() == (list(other) if isinstance(other, Sequence) else other)
+
+    def __repr__(self) -> str:
+        return repr(self._made())
+
+    def _made(self) -> list[tuple[str, bytes | None]]:
+        # The client keeps what it has made once.
+        return cast("list[tuple[str, bytes | None]]", self._message.headers() or [])
+
+
 def _record(message: Message) -> LogRecord:
     # A message without an error stands somewhere: the client's None is for those that were never sent.
     return LogRecord._make(
@@ -222,7 +250,7 @@ def _record(message: Message) -> LogRecord:
             message.partition(),
             message.offset(),
             message.key(),
-            message.headers() or [],
+            _Headers(message),
             message.value(),
             message.timestamp()[1],
         )

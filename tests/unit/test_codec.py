@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from echo import codec
 from echo.errors import CorruptRecordError, SchemaError
 from echo.trajectory import Sampling, Trajectory
-from tests.helpers import RUN_ID, make_trajectory
+from tests.helpers import make_trajectory
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
 finite = st.floats(-1e30, 1e30)
@@ -229,12 +229,3 @@ def test_token_versions_follow_the_spans() -> None:
     trajectory = make_trajectory(completion_ids=[1, 2, 3, 4], spans=((0, 6), (3, 9)))
     assert trajectory.token_versions().tolist() == [6, 6, 6, 9]
     assert (trajectory.min_policy_version, trajectory.max_policy_version) == (6, 9)
-
-
-def test_the_group_is_read_alone_only_from_headers_of_this_run_and_schema() -> None:
-    record = codec.encode(make_trajectory())
-    headers: dict[str, bytes | None] = dict(record.headers)
-    assert codec.group_of(headers, RUN_ID.encode()) == make_trajectory().group_id
-    for name, value in (("run", b"other"), ("schema", b"9.0"), ("schema", b"1.1"), ("group", None), ("group", b"\xff")):
-        assert codec.group_of({**headers, name: value}, RUN_ID.encode()) is None
-    assert codec.group_of({}, RUN_ID.encode()) is None

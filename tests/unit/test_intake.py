@@ -1,6 +1,8 @@
 """From records to batches: one decision per group, no stale token trained, every record resolved once, memory bounded."""
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import msgpack
 import pytest
@@ -109,15 +111,31 @@ def test_a_sibling_of_a_newer_minor_schema_is_told_its_groups_decision_and_the_g
     log, intake = Log(), make_intake(newest_version=5)
     first, second = log.put(member(0, 0)), log.put(member(0, 1))
     newer = [(name, b"1.7" if name == "schema" else value) for name, value in second.headers]
-    intake.offer([first, second._replace(headers=newer)])
+    intake.offer([first, second._replace(key=None, headers=newer)])
     assert reasons(intake) == {Reason.STALE: 2}
     assert intake.settle(with_state=False).dropped_groups == {"p0": 1}
 
 
-def test_a_foreign_record_under_the_id_of_a_decided_group_is_foreign() -> None:
+def test_a_member_of_a_decided_group_is_dropped_by_its_key_before_its_headers_are_made() -> None:
+    class Unread(Sequence[tuple[str, bytes | None]]):
+        def __len__(self) -> int:
+            raise AssertionError("headers were looked at")
+
+        def __getitem__(self, at: Any) -> Any:
+            raise AssertionError("headers were looked at")
+
     log, intake = Log(), make_intake(newest_version=5)
-    intake.offer([log.put(member(0, 0)), log.put(member(0, 1, run_id="other"))])
-    assert reasons(intake) == {Reason.STALE: 1, Reason.FOREIGN_RUN: 1}
+    intake.offer([log.put(member(0, 0)), log.put(member(0, 1))._replace(headers=Unread())])
+    assert reasons(intake) == {Reason.STALE: 2}
+    assert intake.settle(with_state=False).dropped_groups == {"p0": 1}
+
+
+def test_the_headers_decide_where_the_key_says_nothing() -> None:
+    """Another client may write no key: its group is known by the headers."""
+    log, intake = Log(), make_intake(newest_version=5)
+    intake.offer([log.put(member(0, index))._replace(key=None) for index in (0, 1)])
+    assert reasons(intake) == {Reason.STALE: 2}
+    assert intake.settle(with_state=False).dropped_groups == {"p0": 1}
 
 
 def test_an_announcement_drops_what_it_makes_stale_complete_or_not() -> None:
