@@ -132,12 +132,12 @@ class Intake:
         kept: list[tuple[LogRecord, codec.RecordHeader]] = []
         with self._changed:
             for record in records:
-                if not self._ledger.begin(record.partition, record.offset):
-                    continue
                 # Most of what is dropped. To look at the headers would cost more than all else about it.
                 decided = None if record.key is None else self._decided.get(record.key)
                 if decided is not None:
-                    self._ledger.resolve(record.partition, record.offset, decided)
+                    self._ledger.pass_over(record.partition, record.offset, decided)
+                    continue
+                if not self._ledger.begin(record.partition, record.offset):
                     continue
                 try:
                     header = codec.decode_headers(record.headers)

@@ -178,6 +178,21 @@ class Ledger:
         self.resolved[reason] += 1
         self._newly_resolved.add(partition, offset, reason)
 
+    def pass_over(self, partition: int, offset: int, reason: Reason) -> None:
+        """A record was read and is resolved at once: `begin` and `resolve` in one, for where many are dropped."""
+        ledger = self._partitions[partition]
+        if ledger.carried or ledger.pending:
+            if self.begin(partition, offset):
+                self.resolve(partition, offset, reason)
+            return
+        assert offset >= ledger.position, f"partition {partition}: offset {offset} after position {ledger.position}"
+        # Nothing is open below: the frontier moves with the position.
+        ledger.position = offset + 1
+        ledger.order.clear()
+        self.read += 1
+        self.resolved[reason] += 1
+        self._newly_resolved.add(partition, offset, reason)
+
     def take_resolved(self) -> Resolved:
         """What was resolved since the last call."""
         taken, self._newly_resolved = self._newly_resolved, Resolved()

@@ -41,6 +41,8 @@ def test_resolving_twice_or_unread_is_an_error() -> None:
         ledger.resolve(0, 6, Reason.STALE)
     with pytest.raises(AssertionError, match="offset 5"):
         ledger.begin(0, 5)
+    with pytest.raises(AssertionError, match="offset 5"):
+        ledger.pass_over(0, 5, Reason.STALE)
 
 
 @given(
@@ -70,7 +72,10 @@ def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, 
             partition = random.choice(list(logs))
             if unread[partition] and random.random() < 0.6:
                 record = (partition, unread[partition].pop(0))
-                if ledger.begin(*record):
+                if random.random() < 0.3:
+                    ledger.pass_over(*record, Reason.STALE)
+                    mine.setdefault(record, Reason.STALE)
+                elif ledger.begin(*record):
                     assert record not in mine, "resolved before, and read as new"
                     pending.append(record)
                 else:
