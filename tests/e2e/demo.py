@@ -85,8 +85,8 @@ class Demo:
         return found
 
 
-def check_summary(summary: dict[str, Any]) -> None:
-    """What every demo must show."""
+def check_summary(summary: dict[str, Any], *, learned: bool = True) -> None:
+    """What every demo must show. learned: also that the reward has climbed, for which a short run has no time."""
     s = summary
     assert set(s) == {
         "reward_first",
@@ -103,8 +103,9 @@ def check_summary(summary: dict[str, Any]) -> None:
         "pulls",
         "seconds",
     }
-    assert s["reward_last"] >= 0.8, s
-    assert s["reward_last"] >= s["reward_first"] + 0.4, s
+    if learned:
+        assert s["reward_last"] >= 0.8, s
+        assert s["reward_last"] >= s["reward_first"] + 0.4, s
     total = s["trained"] + sum(s["dropped"].values()) + s["dead_lettered"] + s["pending"]
     assert s["trajectories_produced"] == total, s
     assert s["staleness_max"] <= s["staleness_bound"], s

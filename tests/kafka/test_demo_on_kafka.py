@@ -78,7 +78,9 @@ def test_a_leader_killed_in_mid_run_costs_nothing(apache_plan: BrokerPlan, tmp_p
     """Three nodes, replication 3, min.insync.replicas 2; kill -9 of a node that leads trajectories partitions."""
     with start_broker(apache_plan, data_dir=tmp_path / "kafka", nodes=3, heap_mib=384) as broker:
         assert isinstance(broker, ApacheBroker)
-        demo = Demo(tmp_path / "out", "--seed", "2", f"broker.settings.bootstrap.servers={broker.bootstrap_servers}")
+        # Three brokers slow it down: a short run, most of it without the node that led at its start.
+        servers = f"broker.settings.bootstrap.servers={broker.bootstrap_servers}"
+        demo = Demo(tmp_path / "out", "--seed", "2", servers, "learner.steps=40")
         started.append(demo)
         demo.until_step(5)
         admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
@@ -89,4 +91,4 @@ def test_a_leader_killed_in_mid_run_costs_nothing(apache_plan: BrokerPlan, tmp_p
         before = len(demo.steps())
         assert demo.wait() == 0, demo.log
         assert len(demo.steps()) > before
-        check_summary(demo.summary())
+        check_summary(demo.summary(), learned=False)
