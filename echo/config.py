@@ -309,6 +309,9 @@ class RunConfig(_Section):
     """Sequential mode: pull the policy's weights for every request, or only where those served are older than it asks for."""
     max_staleness: int = Field(default=4, ge=0)
     """S: a trajectory is trained while newest announced version - its oldest version <= S. Sequential mode takes 0."""
+    on_stale: Literal["drop", "mask"] = "drop"
+    """What becomes of a group with tokens that are too old. drop: nothing of it is trained. mask: those tokens are not trained, the
+    others are, as long as each member has a token that is new enough: for completions so long that weights change under way."""
     seed: int = 0
     model: ModelConfig
     task: TaskConfig = TaskConfig()
