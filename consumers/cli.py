@@ -42,8 +42,8 @@ def train(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Consume trajectories, update the policy, publish and announce each new version."""
-    from echo.config import dump, load
     from echo.errors import ConfigError, EchoError
+    from echo.run_file import dump, load
 
     try:
         run = load(run_file, overrides or ())

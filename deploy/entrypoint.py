@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from echo import config
 from echo.errors import ConfigError
+from echo.run_file import load, save
 
 RUN_FILE = os.environ.get("ECHO_RUN_FILE", "/etc/echo/run.yaml")
 TOKEN_FILE = Path(os.environ.get("ECHO_WEIGHTS_TOKEN_FILE", "/run/secrets/weights_token"))
@@ -21,11 +21,11 @@ TOKEN_FILE = Path(os.environ.get("ECHO_WEIGHTS_TOKEN_FILE", "/run/secrets/weight
 
 def with_token(run_file: Path, token: str) -> Path:
     """A private copy of the run file that has the token. Raises ConfigError."""
-    run = config.load(run_file, [f"weights.token={json.dumps(token)}"])
+    run = load(run_file, [f"weights.token={json.dumps(token)}"])
     folder = Path.home() / ".echo"
     folder.mkdir(mode=0o700, exist_ok=True)
     private = folder / run_file.name
-    config.save(run, private)
+    save(run, private)
     return private
 
 

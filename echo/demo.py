@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import structlog
 import yaml
 
-from echo import config, journal, report, topics
+from echo import journal, report, topics
 from echo.broker import plan_broker, start_broker
 from echo.broker.process import free_ports
 from echo.config import RunConfig
@@ -27,6 +27,7 @@ from echo.demo_view import View
 from echo.errors import ConfigError, EchoError
 from echo.kafka import KafkaLogAdmin, KafkaLogReader
 from echo.process import Child, StopSignal, stop_children
+from echo.run_file import load, save
 from echo.weights.spawn import WeightServerProcess
 
 log = structlog.get_logger("demo")
@@ -65,8 +66,8 @@ def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConf
     template["producer"]["seed"] = seed
     template["task"]["seed"] = seed
     path.write_text(yaml.safe_dump(template, sort_keys=False))
-    run = config.load(path, overrides)
-    config.save(run, path)
+    run = load(path, overrides)
+    save(run, path)
     return run
 
 
@@ -92,7 +93,7 @@ def run_demo(
     logs.mkdir()
     with ExitStack() as opened:
         run = _with_broker(run, out, apache_home, nodes, opened, say)
-        config.save(run, out / "run.yaml")
+        save(run, out / "run.yaml")
         children: list[Child] = []
         opened.callback(lambda: stop_children(children, timeout_s=_STOP_S))
         env = {**os.environ, **_CHILD_ENV}

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from echo.config import RunConfig, Strict, explain
+from echo.config import RunConfig, Strict
 from echo.errors import ConfigError
+from echo.run_file import explain
 
 AUTO = "auto"
 

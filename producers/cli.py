@@ -41,8 +41,8 @@ def produce(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Sample trajectories for a run and publish them to Kafka, pulling each newly announced policy."""
-    from echo.config import dump, load
     from echo.errors import ConfigError, EchoError
+    from echo.run_file import dump, load
 
     name = producer_id if producer_id is not None else default_id()
     if not _ID.fullmatch(name):

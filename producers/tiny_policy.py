@@ -20,10 +20,10 @@ import typer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from echo import config
 from echo.config import RunConfig
 from echo.errors import EchoError, TaskError
 from echo.process import configure_logging, end_with_asking_parent
+from echo.run_file import load
 from producers.tasks.base import Task
 from producers.tasks.registry import make_task
 
@@ -191,7 +191,7 @@ def main(
     configure_logging()
     torch.set_num_threads(1)
     try:
-        made = make_tiny_policy(config.load(task_file), out, seed, until=until)
+        made = make_tiny_policy(load(task_file), out, seed, until=until)
     except EchoError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

@@ -49,7 +49,8 @@ def target(
 
     Raises ConfigError where no broker is named, or an option can't be read.
     """
-    from echo.config import BrokerConfig, LimitsConfig, TopicsConfig, load
+    from echo.config import BrokerConfig, LimitsConfig, TopicsConfig
+    from echo.run_file import load
 
     run = None if run_file is None else load(run_file)
     broker = BrokerConfig() if run is None else run.broker

@@ -209,7 +209,8 @@ def pull(
     """Pull the newest version from a server and write it as safetensors."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from echo.config import WeightsConfig, load
+    from echo.config import WeightsConfig
+    from echo.run_file import load
     from echo.weights.client import WeightClient
 
     config = None if "://" in source else load(Path(source))
@@ -265,7 +266,7 @@ def _write_safetensors(path: Path, tensors: "Mapping[str, HostTensor]", notes: M
 
 
 def _open(path: Path, *, must_exist: bool = True) -> "tuple[RunConfig | None, WeightStore]":
-    from echo.config import load
+    from echo.run_file import load
     from echo.weights.store import WeightStore
 
     # Nobody calls a folder so: the run file is missing.
@@ -277,7 +278,7 @@ def _open(path: Path, *, must_exist: bool = True) -> "tuple[RunConfig | None, We
 
 
 def _runs(store: "WeightStore", path: Path, run: str | None) -> list[str]:
-    from echo.config import load
+    from echo.run_file import load
 
     if run is None and path.is_file():
         run = load(path).run_id

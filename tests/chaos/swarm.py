@@ -27,12 +27,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from echo import config, journal, report, topics
+from echo import journal, report, topics
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, plan_broker, start_broker
 from echo.config import RunConfig
 from echo.errors import BrokerError
 from echo.kafka import KafkaLogAdmin, KafkaLogReader
 from echo.log import LogRecord
+from echo.run_file import save
 from tests.chaos.processes import Process, warm_up
 from tests.conftest import ROOT
 
@@ -126,7 +127,7 @@ class Swarm:
         self._topics.write_text((ROOT / "topics.yaml").read_text().replace("partitions: 8", "partitions: 2"))
         self.run = self._make_run(keys or {})
         self.run_file = folder / "run.yaml"
-        config.save(self.run, self.run_file)
+        save(self.run, self.run_file)
         self.notes = folder / "acknowledged.jsonl"
         self.notes.touch()
         self.spec = topics.of_run(self.run)

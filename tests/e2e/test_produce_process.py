@@ -15,12 +15,13 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from consumers.policy import ControlWriter, PolicyPublisher
-from echo import codec, config, control, topics
+from echo import codec, control, topics
 from echo.broker import RunningBroker
 from echo.config import RunConfig
 from echo.control import Grant, Heartbeat
 from echo.kafka import KafkaLogAdmin, KafkaLogReader, TransactionalProducer
 from echo.log import BEGINNING
+from echo.run_file import save
 from echo.trajectory import Trajectory, incarnation_of
 from echo.weights.manifest import HostTensor
 from echo.weights.spawn import WeightServerProcess
@@ -44,7 +45,7 @@ class Swarm:
     def __init__(self, run: RunConfig, folder: Path, server: WeightServerProcess) -> None:
         self.run = run
         self.run_file = folder / "run.yaml"
-        config.save(run, self.run_file)
+        save(run, self.run_file)
         self._settings = run.broker.settings
         self._names = topics.of_run(run).names
         self._writer = ControlWriter(
@@ -203,7 +204,7 @@ def test_kill_9_leaves_no_scorer_behind(swarm: Swarm) -> None:
 
 def test_a_topic_that_is_missing_is_one_line_and_status_1(swarm: Swarm) -> None:
     other = swarm.run.model_copy(update={"topics": swarm.run.topics.model_copy(update={"prefix": "nowhere-"})})
-    config.save(other, swarm.run_file)
+    save(other, swarm.run_file)
     swarm.start()
     assert swarm.exit_status() == 1
     assert "nowhere-trajectories" in swarm.output().splitlines()[-1]

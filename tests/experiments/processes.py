@@ -15,13 +15,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echo import config, journal, report, topics
+from echo import journal, report, topics
 from echo.broker import plan_broker, start_broker
 from echo.broker.process import free_ports
 from echo.config import RunConfig
 from echo.control import Heartbeat
 from echo.kafka import KafkaLogAdmin, KafkaLogReader
 from echo.process import Child, stop_children
+from echo.run_file import save
 from echo.weights.client import WeightClient
 from echo.weights.spawn import WeightServerProcess
 from echo.weights.store import WeightStore
@@ -122,7 +123,7 @@ def start(run: RunConfig, folder: Path, *, producers: int = 1, commands: Command
         data["metrics"]["train_port"] = train_port
         run = RunConfig.model_validate(data)
         run_file = folder / "run.yaml"
-        config.save(run, run_file)
+        save(run, run_file)
         spec = topics.of_run(run)
         admin = KafkaLogAdmin(run.broker.settings, client_id="experiment")
         topics.apply(

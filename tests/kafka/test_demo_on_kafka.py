@@ -10,8 +10,8 @@ import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
 
-from echo import config
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, start_broker
+from echo.run_file import load
 from tests.e2e.demo import Demo, check_summary
 
 pytestmark = [pytest.mark.kafka, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -53,7 +53,7 @@ def test_the_same_run_on_apache_kafka_is_readable_by_kcat(
     summary = demo.summary()
     check_summary(summary)
 
-    group = f"echo-{config.load(demo.out / 'run.yaml').run_id}"
+    group = f"echo-{load(demo.out / 'run.yaml').run_id}"
     admin = AdminClient({"bootstrap.servers": servers})
     offsets = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)], request_timeout=20.0)
     shown = {(at.topic, at.partition): at.offset for at in offsets[group].result(20.0).topic_partitions}

@@ -14,12 +14,13 @@ from confluent_kafka import Producer
 from prometheus_client import CollectorRegistry
 
 from consumers.wiring import kafka_clients, trainer_of
-from echo import codec, config, journal, topics
+from echo import codec, journal, topics
 from echo.broker import RunningBroker
 from echo.config import RunConfig
 from echo.kafka.admin import KafkaLogAdmin
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
+from echo.run_file import save
 from tests.chaos.processes import Process, warm_up
 from tests.eventually import eventually
 from tests.helpers import RUN_ID, make_group
@@ -52,7 +53,7 @@ def run(tansu: RunningBroker, topic_prefix: str, tmp_path: Path) -> Iterator[Run
     spec = topics.of_run(made)
     admin = KafkaLogAdmin(made.broker.settings, client_id="ranks")
     topics.apply(topics.plan(spec, topics.read_actual(admin, spec.names)), admin)
-    config.save(made, tmp_path / "run.yaml")
+    save(made, tmp_path / "run.yaml")
     threads = torch.get_num_threads()
     yield made
     torch.set_num_threads(threads)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from echo import config
+from echo.config import RunConfig
 from echo.errors import ConfigError
+from echo.run_file import dump, load, save
 
 
 def write(folder: Path, text: str = "run_id: r1\nmodel: {path: some/model}\n") -> Path:
@@ -15,7 +16,7 @@ def write(folder: Path, text: str = "run_id: r1\nmodel: {path: some/model}\n") -
 
 
 def test_defaults_are_those_of_the_guide(tmp_path: Path) -> None:
-    run = config.load(write(tmp_path))
+    run = load(write(tmp_path))
     assert (run.max_staleness, run.sampling.group_size, run.learner.tis_cap, run.learner.clip_low) == (4, 8, 2.0, 0.2)
     assert run.limits.record_bytes == 16 * 2**20
     assert run.versions_kept == 6
@@ -38,51 +39,51 @@ def test_defaults_are_those_of_the_guide(tmp_path: Path) -> None:
 )
 def test_a_wrong_override_is_explained(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load(write(tmp_path), [override])
+        load(write(tmp_path), [override])
     assert says in str(caught.value)
 
 
 def test_an_override_reaches_keys_that_hold_dots(tmp_path: Path) -> None:
-    run = config.load(write(tmp_path), ["broker.settings.bootstrap.servers=h1:9092,h2:9092", "learner.lr=1e-4"])
+    run = load(write(tmp_path), ["broker.settings.bootstrap.servers=h1:9092,h2:9092", "learner.lr=1e-4"])
     assert run.broker.settings["bootstrap.servers"] == "h1:9092,h2:9092"
     assert run.learner.lr == 1e-4
 
 
 def test_secrets_never_show_and_are_saved_for_the_owner_only(tmp_path: Path) -> None:
-    run = config.load(write(tmp_path), ["broker.settings.sasl.password=hunter2", "weights.token=s3cret"])
-    for shown in (repr(run), str(run), config.dump(run)):
+    run = load(write(tmp_path), ["broker.settings.sasl.password=hunter2", "weights.token=s3cret"])
+    for shown in (repr(run), str(run), dump(run)):
         assert "hunter2" not in shown
         assert "s3cret" not in shown
     saved = tmp_path / "saved.yaml"
-    config.save(run, saved)
+    save(run, saved)
     assert saved.stat().st_mode & 0o077 == 0
-    assert config.load(saved) == run
+    assert load(saved) == run
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: b: c", "run_id: r1"])
 def test_a_file_that_is_no_run_file_names_itself(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml"):
-        config.load(write(tmp_path, text))
+        load(write(tmp_path, text))
 
 
 def test_a_missing_file_names_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
-        config.load(tmp_path / "nowhere.yaml")
+        load(tmp_path / "nowhere.yaml")
 
 
 def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    run = config.load(write(tmp_path), ["model.path=tiny", "weights.dir=w", "checkpoint.dir=/abs"])
+    run = load(write(tmp_path), ["model.path=tiny", "weights.dir=w", "checkpoint.dir=/abs"])
     assert run.model.path == str(tmp_path / "tiny")
     assert run.weights.dir == tmp_path / "w"
     assert run.checkpoint.dir == Path("/abs")
 
 
 def test_a_hub_id_is_left_alone(tmp_path: Path) -> None:
-    assert config.load(write(tmp_path)).model.path == "some/model"
+    assert load(write(tmp_path)).model.path == "some/model"
 
 
 def test_every_field_has_a_place_in_the_schema() -> None:
-    schema = config.RunConfig.model_json_schema()
+    schema = RunConfig.model_json_schema()
     assert "max_staleness" in schema["properties"]
     assert schema["additionalProperties"] is False

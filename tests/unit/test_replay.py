@@ -20,13 +20,14 @@ from consumers.batching import MicroBatch
 from consumers.digest import batch_digest, micro_batches_digest
 from consumers.replay import Replay, StepLine, find_step, replay
 from consumers.wiring import kafka_clients, trainer_of
-from echo import codec, config, journal, topics
+from echo import codec, journal, topics
 from echo.broker import RunningBroker
 from echo.config import RunConfig
 from echo.errors import CheckpointError
 from echo.kafka import KafkaLogAdmin, KafkaLogProducer
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
+from echo.run_file import save
 from echo.trajectory import Sampling
 from tests.fakes.log import FakeReader
 from tests.helpers import make_group, make_trajectory
@@ -91,6 +92,23 @@ def test_every_step_is_rebuilt_byte_for_byte(trained: tuple[Cluster, RunConfig, 
         assert (report["tokens"], report["reward_mean"]) == (steps[step]["tokens"], steps[step]["reward_mean"])
         assert report["staleness"] == steps[step]["staleness"]
         assert json.loads(json.dumps(report)) == report
+
+
+def test_where_stale_tokens_were_masked_a_replay_masks_the_same(model_path: str, tmp_path: Path) -> None:
+    """Two groups of the first policy, two whose weights changed after two tokens: S = 0, so those two are too old for step 2."""
+    cluster = Cluster()
+    cluster.sample(range(2))
+    cluster.sample(range(2, 4), spans=((0, 0), (2, 1)))
+    run = make_run(model_path, tmp_path, steps=2).model_copy(update={"max_staleness": 0, "on_stale": "mask"})
+    train(run, cluster)
+    lines = [line for line in journal.read(journal_of(run)) if "batch" in line]
+    assert [line["masked_below"] for line in lines] == [0, 1]
+    assert [line["staleness"] for line in lines] == [{"0": 2 * GROUP}] * 2
+    assert [replayed(cluster, run, step).matches for step in (1, 2)] == [True, True]
+    masks = [m.trajectory.loss_mask.tolist() for group in replayed(cluster, run, 2).groups for m in group.members]
+    assert masks == [[False, False, *[True] * (len(mask) - 2)] for mask in masks]
+    counts = cluster.counts(run)
+    assert (counts.trained, counts.staleness_max) == (4 * GROUP, 0)
 
 
 def test_a_record_that_retention_deleted_is_named(trained: tuple[Cluster, RunConfig, list[list[MicroBatch]]]) -> None:
@@ -210,7 +228,7 @@ def test_the_command_replays_from_a_real_broker(
     settings = {"bootstrap.servers": tansu.bootstrap_servers}
     run = make_run(model_path, tmp_path, steps=2, broker={"settings": settings}, topics={"prefix": topic_prefix})
     run_file = tmp_path / "run.yaml"
-    config.save(run, run_file)
+    save(run, run_file)
     spec = topics.of_run(run)
     admin = KafkaLogAdmin(settings, client_id="test")
     topics.apply(topics.plan(spec, topics.read_actual(admin, spec.names)), admin)

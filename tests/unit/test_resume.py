@@ -14,12 +14,13 @@ from consumers.checkpoint import TENSORS, CheckpointStore
 from consumers.cli import _resuming
 from consumers.train import Trainer
 from consumers.wiring import trainer_of
-from echo import config, journal, report
+from echo import journal, report
 from echo.config import RunConfig
 from echo.control import Announcement, decode_control
 from echo.errors import CheckpointError, ConfigError
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
+from echo.run_file import dump, load, save
 from tests.helpers import RUN_ID
 from tests.unit.test_train_loop import GROUP, NAMES, Cluster, make_run, model_path, train
 
@@ -119,20 +120,20 @@ def test_the_run_file_and_the_option_choose(tmp_path: Path, monkeypatch: pytest.
     """In the file a folder is relative to the file, on the command line to where the command runs."""
     path = tmp_path / "run.yaml"
     path.write_text("run_id: r\nmodel: {path: m}\ncheckpoint: {resume: checkpoints/step-0000010}\n")
-    run = config.load(path)
+    run = load(path)
     assert run.checkpoint.resume == tmp_path / "checkpoints" / "step-0000010"
     saved = tmp_path / "saved.yaml"
-    config.save(run, saved)
-    assert config.load(saved) == run
-    assert "resume: " + str(tmp_path / "checkpoints" / "step-0000010") in config.dump(run)
+    save(run, saved)
+    assert load(saved) == run
+    assert "resume: " + str(tmp_path / "checkpoints" / "step-0000010") in dump(run)
     for word in ("auto", "never"):
-        assert config.load(path, [f"checkpoint.resume={word}"]).checkpoint.resume == word
+        assert load(path, [f"checkpoint.resume={word}"]).checkpoint.resume == word
         assert _resuming(run, word).checkpoint.resume == word
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert _resuming(run, "step-0000010").checkpoint.resume == tmp_path / "elsewhere" / "step-0000010"
     with pytest.raises(ConfigError, match=r"checkpoint\.resume"):
-        config.load(path, ["checkpoint.resume=5"])
+        load(path, ["checkpoint.resume=5"])
 
 
 def exposed(metrics: TrainerMetrics, name: str) -> float:

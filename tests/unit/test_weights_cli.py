@@ -16,9 +16,9 @@ import pytest
 import safetensors
 from pydantic import SecretStr
 
-from echo import config
 from echo.config import ModelConfig, RunConfig, WeightsConfig
 from echo.errors import ConfigError, WeightsError
+from echo.run_file import save
 from echo.weights.manifest import HostTensor
 from echo.weights.spawn import WeightServerProcess
 from echo.weights.store import WeightStore
@@ -125,14 +125,14 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path, store: WeightSt
 def test_the_server_ends_with_its_parent(tmp_path: Path, store: WeightStore) -> None:
     """kill -9 of the trainer leaves no server behind."""
     run_file = tmp_path / "run.yaml"
-    config.save(run_config(store), run_file)
+    save(run_config(store), run_file)
     parent = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import sys\n"
             "from pathlib import Path\n"
-            "from echo.config import load\n"
+            "from echo.run_file import load\n"
             "from echo.weights.spawn import WeightServerProcess\n"
             "server = WeightServerProcess.start(load(Path(sys.argv[1])), Path(sys.argv[2]))\n"
             "print(server.pid, file=sys.stderr, flush=True)\n"
@@ -175,7 +175,7 @@ def test_ls_lists_versions(tmp_path: Path, store: WeightStore) -> None:
     expected = {"run": "run", "version": 4, "step": 40, "created": 1.5, "tensors": 3, "bytes": 28}
     assert listed["versions"][1] == {**expected, "digest": digest, "being_read": False}
     run_file = tmp_path / "run.yaml"
-    config.save(run_config(store), run_file)
+    save(run_config(store), run_file)
     assert json.loads(echo_weights("ls", run_file, "--json").stdout)["versions"] == listed["versions"][1:]
     table = echo_weights("ls", store.root)
     assert table.returncode == 0
