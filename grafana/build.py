@@ -1,7 +1,7 @@
 """Writes Echo's Grafana board, echo.json, from code: `python grafana/build.py`. With `--check` it only compares.
 
-Refuses to say what a row shows (rows.py) and how a panel looks (panels.py). Exits 1 with `--check` where the committed
-file differs from what the code builds.
+Says which rows there are. Refuses to say what a row shows (rows_learning.py, rows_flow.py) and how a panel looks
+(panels.py). Exits 1 with `--check` where the committed file differs from what the code builds.
 """
 
 import argparse
@@ -13,9 +13,23 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as model
 from panels import DATASOURCE, RUN
-from rows import ROWS
+from rows_flow import lag, memory, throughput, versions, weights
+from rows_learning import learner, overview, resolution, staleness
 
 BOARD = Path(__file__).resolve().with_name("echo.json")
+
+# Title, panels, and the widths that its panels take in turn (24 make a line).
+ROWS = (
+    ("Overview", overview, (4, 4, 4, 4, 4, 4, 12, 12)),
+    ("Staleness", staleness, (9, 6, 9)),
+    ("Lag", lag, (6, 6, 6, 6)),
+    ("Versions", versions, (7, 7, 5, 5)),
+    ("Throughput", throughput, (8,) * 6),
+    ("Resolution", resolution, (8,) * 6),
+    ("Weights", weights, (6,) * 8),
+    ("Memory and back-pressure", memory, (6, 6, 6, 6)),
+    ("Learner", learner, (6,) * 12),
+)
 
 
 def variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
