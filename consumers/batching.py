@@ -71,7 +71,7 @@ def make_rows(groups: Iterable[Group], newest_version: int, judgement: Judgement
         else:
             chosen = list(zip(members, advantages(rewards, judgement).tolist(), strict=True))
         for trajectory, advantage in chosen:
-            age = staleness(newest_version, trajectory.min_policy_version)
+            age = staleness(newest_version, trajectory.oldest_trained_version)
             rows.append(Row(trajectory, advantage, age, together=2 if judgement == "preference" else 1))
     return rows
 

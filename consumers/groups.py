@@ -6,6 +6,8 @@ decided for all of its members.
 
 from typing import NamedTuple
 
+import msgspec
+
 from echo.trajectory import Trajectory
 
 
@@ -24,12 +26,21 @@ class Group(NamedTuple):
     members: tuple[Member, ...]
 
     @property
-    def min_policy_version(self) -> int:
-        return min(member.trajectory.min_policy_version for member in self.members)
-
-    @property
     def nbytes(self) -> int:
         return sum(member.trajectory.nbytes for member in self.members)
+
+
+def mask_older(group: Group, version: int) -> Group:
+    """The group with no token of a policy older than `version` to be trained; members that have none are as they were."""
+    return group._replace(
+        members=tuple(member._replace(trajectory=_masked(member.trajectory, version)) for member in group.members)
+    )
+
+
+def _masked(trajectory: Trajectory, version: int) -> Trajectory:
+    if trajectory.min_policy_version >= version:
+        return trajectory
+    return msgspec.structs.replace(trajectory, loss_mask=trajectory.loss_mask & (trajectory.token_versions() >= version))
 
 
 class Assembler:
@@ -81,12 +92,9 @@ class Assembler:
         self.nbytes -= sum(member.trajectory.nbytes for member in found)
         return found
 
-    def oldest_versions(self) -> list[tuple[str, int]]:
-        """Every open group with the oldest policy version among its members."""
-        return [
-            (group_id, min(member.trajectory.min_policy_version for member in found.values()))
-            for group_id, found in self._open.items()
-        ]
+    def open_groups(self) -> list[tuple[str, list[Member]]]:
+        """Every open group with its members here."""
+        return [(group_id, list(found.values())) for group_id, found in self._open.items()]
 
     def oldest(self) -> str | None:
         """The group whose first member was added first."""

@@ -4,8 +4,10 @@ Refuses to read Kafka or write to it: `offer` takes a record and says what must 
 lock, so that a polling thread offers while the trainer cuts.
 
 Staleness is judged when a record is consumed and again, for all that waits here, whenever a newer version is announced:
-nothing stale is left to be cut. A group is one decision: what befalls one
-member befalls all, also those that arrive later.
+nothing stale is left to be cut. A group is one decision: what befalls one member befalls all, also those that arrive later.
+
+A group is stale by its oldest token (`on_stale` drop), or by the member whose newest token is the oldest (mask): then its
+other tokens are trained, and those that are too old are masked when the batch is cut.
 """
 
 import threading
@@ -14,9 +16,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from consumers.groups import Assembler, Group, Member
+from consumers.groups import Assembler, Group, Member, mask_older
 from consumers.ledger import Ledger, Reason, Resolved
 from echo import codec
+from echo.config import OnStale
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
 from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
@@ -46,6 +49,7 @@ class IntakeStats(NamedTuple):
     nbytes: int
     newest_version: int
     worst_staleness: int
+    masked_tokens: int
     seen_versions: tuple[int, int] | None
 
 
@@ -89,6 +93,7 @@ class Intake:
         *,
         run_id: str,
         max_staleness: int,
+        on_stale: OnStale = "drop",
         groups_per_step: int,
         buffer_bytes: int,
         group_deadline_s: float,
@@ -101,6 +106,7 @@ class Intake:
     ) -> None:
         self._run_id = run_id
         self._max_staleness = max_staleness
+        self._masks = on_stale == "mask"
         self._groups_per_step = groups_per_step
         self._buffer_bytes = buffer_bytes
         self._min_group_size = min_group_size
@@ -110,7 +116,7 @@ class Intake:
         self._max_tokens = max_tokens
         self._clock = clock
         self._assembler = Assembler(deadline_s=group_deadline_s)
-        # Oldest policy first, equals in order of completion; beside each group its oldest version, which is not cheap to ask.
+        # Oldest policy first, equals in order of completion; beside each group its deciding version, which is not cheap to ask.
         self._ready: list[Group] = []
         self._ready_versions: list[int] = []
         self._ready_bytes = 0
@@ -119,6 +125,7 @@ class Intake:
         self._judged: list[Judged] = []
         self._dropped_groups: Counter[str] = Counter()
         self._worst_staleness = 0
+        self._masked_tokens = 0
         self._seen: tuple[int, int] | None = None
         # Sequential mode: the only groups that are taken. None takes every group of the run.
         self._requested: frozenset[str] | None = None
@@ -219,8 +226,12 @@ class Intake:
             batch = self._ready[: self._groups_per_step]
             del self._ready[: self._groups_per_step], self._ready_versions[: self._groups_per_step]
             self._ready_bytes -= sum(group.nbytes for group in batch)
+            if self._masks:
+                before = sum(_trained_tokens(group) for group in batch)
+                batch = [mask_older(group, self._newest - self._max_staleness) for group in batch]
+                self._masked_tokens += before - sum(_trained_tokens(group) for group in batch)
             # `announced` has thrown out what became stale: no stale token may pass this line, whatever happened before.
-            assert not any(self._is_stale(group.min_policy_version) for group in batch)
+            assert not any(self._is_stale(m.trajectory.oldest_trained_version) for group in batch for m in group.members)
             return batch
 
     def trained(self, batch: Iterable[Group], reason: Reason = Reason.TRAINED) -> None:
@@ -261,6 +272,7 @@ class Intake:
                 nbytes=self._nbytes,
                 newest_version=self._newest,
                 worst_staleness=self._worst_staleness,
+                masked_tokens=self._masked_tokens,
                 seen_versions=self._seen,
             )
 
@@ -295,7 +307,7 @@ class Intake:
             return reason
         low, high = self._seen or (header.min_policy_version, header.max_policy_version)
         self._seen = (min(low, header.min_policy_version), max(high, header.max_policy_version))
-        if self._is_stale(header.min_policy_version):
+        if self._is_stale(header.max_policy_version if self._masks else header.min_policy_version):
             reason = Reason.STALE
         elif self._max_tokens is not None and header.token_count > self._max_tokens:
             reason = Reason.TOO_LARGE
@@ -341,16 +353,22 @@ class Intake:
 
     def _make_ready(self, group: Group, later: Reason) -> None:
         """The group may be trained as it is. `later` is what becomes of a member that comes after this."""
-        version = group.min_policy_version
+        version = self._deciding_version(group.members)
         at = bisect_right(self._ready_versions, version)
         self._ready.insert(at, group)
         self._ready_versions.insert(at, version)
         self._ready_bytes += group.nbytes
         self._remember(group.group_id, later)
 
-    def _is_stale(self, min_policy_version: int) -> bool:
-        self._worst_staleness = max(self._worst_staleness, staleness(self._newest, min_policy_version))
-        return is_stale(self._newest, min_policy_version, self._max_staleness)
+    def _deciding_version(self, members: Iterable[Member]) -> int:
+        """The version by which these are stale or not."""
+        if self._masks:
+            return min(member.trajectory.max_policy_version for member in members)
+        return min(member.trajectory.min_policy_version for member in members)
+
+    def _is_stale(self, version: int) -> bool:
+        self._worst_staleness = max(self._worst_staleness, staleness(self._newest, version))
+        return is_stale(self._newest, version, self._max_staleness)
 
     def _drop_stale(self) -> None:
         stale = sum(self._is_stale(version) for version in self._ready_versions)
@@ -358,8 +376,8 @@ class Intake:
             self._ready_bytes -= group.nbytes
             self._drop(group.group_id, group.members, Reason.STALE)
         del self._ready[:stale], self._ready_versions[:stale]
-        for group_id, oldest in self._assembler.oldest_versions():
-            if self._is_stale(oldest):
+        for group_id, members in self._assembler.open_groups():
+            if self._is_stale(self._deciding_version(members)):
                 self._drop(group_id, self._assembler.remove(group_id), Reason.STALE)
 
     def _drop(self, group_id: str, members: Iterable[Member], reason: Reason) -> None:
@@ -379,6 +397,10 @@ class Intake:
         for partition, offset, trajectory in members:
             self._ledger.resolve(partition, offset, reason)
             self._judged.append(Judged(reason, trajectory.task, len(trajectory.completion_ids), trajectory.reward))
+
+
+def _trained_tokens(group: Group) -> int:
+    return sum(int(member.trajectory.loss_mask.sum()) for member in group.members)
 
 
 def _reason(error: RecordError) -> Reason:

@@ -19,7 +19,7 @@ import msgspec
 from consumers import batching
 from consumers.batching import MicroBatch
 from consumers.digest import batch_digest, micro_batches_digest
-from consumers.groups import Group, Member
+from consumers.groups import Group, Member, mask_older
 from echo import codec, journal
 from echo.config import Judgement
 from echo.errors import BrokerError, CheckpointError, RecordError
@@ -39,6 +39,7 @@ class StepLine(msgspec.Struct, frozen=True):
 
     version: newest announced when it was trained. batch: groups in order, each its id and then [partition, offset] per member.
     cluster: whose offsets these are. tokens_per_microbatch, ranks: how the batch was cut. judgement: how rewards counted.
+    masked_below: tokens of older versions were masked (`on_stale`); None, none were.
     """
 
     step: int
@@ -49,6 +50,7 @@ class StepLine(msgspec.Struct, frozen=True):
     tokens_per_microbatch: int
     ranks: int = 1
     judgement: Judgement = "grpo"
+    masked_below: int | None = None
 
     @property
     def wanted(self) -> dict[int, list[int]]:
@@ -75,7 +77,7 @@ class Replay(NamedTuple):
     def report(self) -> dict[str, Any]:
         """Plain data: what `--json` prints. Tokens count prompts and completions; staleness is versions -> trajectories."""
         trajectories = [member.trajectory for group in self.groups for member in group.members]
-        ages = Counter(staleness(self.line.version, t.min_policy_version) for t in trajectories)
+        ages = Counter(staleness(self.line.version, t.oldest_trained_version) for t in trajectories)
         return {
             "step": self.line.step,
             "version": self.line.version,
@@ -173,6 +175,8 @@ def replay(
         found = _fetch(reader, topic, partition, offsets, step=line.step, silent_s=silent_s, waiting_s=waiting_s)
         records |= {(partition, offset): record for offset, record in found.items()}
     groups = [_group(str(name), places, records, line.step) for name, *places in line.batch]
+    if line.masked_below is not None:
+        groups = [mask_older(group, line.masked_below) for group in groups]
     rows = batching.make_rows(groups, line.version, line.judgement)
     parts = list(batching.micro_batches(rows, line.tokens_per_microbatch, ranks=line.ranks))
     return Replay(line, groups, parts, batch_digest(groups))

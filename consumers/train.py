@@ -229,18 +229,19 @@ class Trainer:
         return settled.state
 
     def _write_journal(self, batch: list[Group], stats: StepStats, newest: int, seconds: float) -> None:
-        ages = Counter(staleness(newest, member.trajectory.min_policy_version) for group in batch for member in group.members)
+        ages = Counter(staleness(newest, m.trajectory.oldest_trained_version) for group in batch for m in group.members)
         self._journal.append(
             {
                 "step": self.step,
                 "version": newest,
-                # These six and the version are what `--replay` needs.
+                # These seven and the version are what `--replay` needs.
                 "batch": [[group.group_id, *[[m.partition, m.offset] for m in group.members]] for group in batch],
                 "digest": batch_digest(batch),
                 "cluster": self._cluster_id,
                 "tokens_per_microbatch": self._run.learner.tokens_per_microbatch,
                 "ranks": self._learner.ranks,
                 "judgement": self._run.learner.judgement,
+                "masked_below": newest - self._run.staleness_bound if self._run.on_stale == "mask" else None,
                 "resolved": self._unjournaled.by_reason(),
                 "skipped": stats.skipped,
                 "reward_mean": stats.reward_mean,
@@ -287,6 +288,7 @@ class Trainer:
             fresh = number - self._seen.resolved.get(reason, 0)
             m.records_resolved.labels(run_id, OUTCOME_OF[reason].value, reason.value).inc(fresh)
         m.records_pending.set(stats.pending)
+        m.tokens_masked.inc(stats.masked_tokens - self._seen.masked_tokens)
         self._seen = stats
         m.groups_ready.set(stats.groups_ready)
         m.groups_incomplete.set(stats.groups_incomplete)
@@ -331,7 +333,7 @@ class Trainer:
             for staleness_class, value in stats.mismatch_kl.items():
                 m.mismatch_kl.labels(run_id, staleness_class).set(value)
         trajectories = [member.trajectory for group in batch for member in group.members]
-        ages = [staleness(newest, trajectory.min_policy_version) for trajectory in trajectories]
+        ages = [staleness(newest, trajectory.oldest_trained_version) for trajectory in trajectories]
         for age in ages:
             m.staleness.observe(age)
         if not stats.skipped:

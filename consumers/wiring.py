@@ -111,6 +111,7 @@ def trainer_of(
         intake = Intake(
             run_id=run.run_id,
             max_staleness=run.staleness_bound,
+            on_stale=run.on_stale,
             groups_per_step=run.batch.groups_per_step,
             buffer_bytes=run.batch.buffer_bytes,
             group_deadline_s=run.batch.group_deadline_s,

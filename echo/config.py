@@ -122,6 +122,7 @@ class BatchConfig(_Section):
     """Without a heartbeat for so long a producer is dead and its window goes to the others."""
 
 
+OnStale = Literal["drop", "mask"]
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
 ObjectiveName = Literal["ppo", "cispo", "gspo", "dpo"]
 Correction = Literal["token_tis", "sequence_tis", "icepop", "trust_region", "tapered", "none"]
@@ -295,9 +296,9 @@ class RunConfig(_Section):
     """Sequential mode: pull the policy's weights for every request, or only where those served are older than it asks for."""
     max_staleness: int = Field(default=4, ge=0)
     """S: a trajectory is trained while newest announced version - its oldest version <= S. Sequential mode takes 0."""
-    on_stale: Literal["drop", "mask"] = "drop"
-    """What becomes of a group with tokens that are too old. drop: nothing of it is trained. mask: those tokens are not trained, the
-    others are, as long as each member has a token that is new enough: for completions so long that weights change under way."""
+    on_stale: OnStale = "drop"
+    """What becomes of a group with tokens that are too old. drop: nothing of it is trained. mask: those tokens are not, others
+    are, as long as each member has one that is new enough: for completions so long that weights change under way."""
     seed: int = 0
     model: ModelConfig
     task: TaskConfig = TaskConfig()

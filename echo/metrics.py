@@ -56,6 +56,9 @@ class TrainerMetrics:
         ).labels(run_id)
         self.staleness_bound = gauge("echo_train_staleness_bound_versions", "S, the largest staleness trained").labels(run_id)
         self.staleness_max = gauge("echo_train_staleness_max_versions", "Largest staleness in the last batch").labels(run_id)
+        self.tokens_masked = counter(
+            "echo_train_stale_tokens_masked", "Tokens of batches that were left out as too old (on_stale: mask)"
+        ).labels(run_id)
         self.reward_mean = gauge("echo_train_reward_mean", "Mean reward of the last batch").labels(run_id)
         self.reward_std = gauge("echo_train_reward_std", "Standard deviation of the rewards of the last batch").labels(run_id)
         self.step = gauge("echo_train_step", "Optimiser steps done").labels(run_id)

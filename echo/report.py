@@ -27,6 +27,8 @@ class Fate(NamedTuple):
     reason: str
     step: int
     newest_version: int | None
+    masked_below: int | None = None
+    """Tokens of older versions were masked."""
 
 
 class Counts(NamedTuple):
@@ -74,7 +76,7 @@ def fates(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], Fate]:
                             f"the journal resolves partition {partition} offset {offset} twice: as {found[where].reason} at "
                             f"step {found[where].step}, as {reason} at step {line['step']}"
                         )
-                    found[where] = Fate(reason, line["step"], line.get("version"))
+                    found[where] = Fate(reason, line["step"], line.get("version"), line.get("masked_below"))
     return found
 
 
@@ -103,7 +105,8 @@ def count(
             trained += 1
             header = codec.decode_headers(record.headers)
             if fate.newest_version is not None:
-                staleness_max = max(staleness_max, fate.newest_version - header.min_policy_version)
+                oldest = max(header.min_policy_version, min(header.max_policy_version, fate.masked_below or 0))
+                staleness_max = max(staleness_max, fate.newest_version - oldest)
         elif fate.reason in _DEAD:
             dead += 1
             if record.where not in dead_origins:

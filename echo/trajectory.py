@@ -100,6 +100,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
         return self.spans[-1][1]
 
     @property
+    def oldest_trained_version(self) -> int:
+        """The oldest version of a token that `loss_mask` lets be trained; `max_policy_version` where there is none."""
+        ends = [start for start, _ in self.spans[1:]]
+        for (start, version), end in zip(self.spans, ends, strict=False):
+            if self.loss_mask[start:end].any():
+                return version
+        return self.max_policy_version
+
+    @property
     def token_count(self) -> int:
         """Prompt and completion tokens."""
         return len(self.prompt_ids) + len(self.completion_ids)

@@ -21,7 +21,7 @@ BOARD = Path(__file__).resolve().with_name("echo.json")
 # Title, panels, and the widths that its panels take in turn (24 make a line).
 ROWS = (
     ("Overview", overview, (4, 4, 4, 4, 4, 4, 12, 12)),
-    ("Staleness", staleness, (9, 6, 9)),
+    ("Staleness", staleness, (7, 5, 7, 5)),
     ("Lag", lag, (6, 6, 6, 6)),
     ("Versions", versions, (7, 7, 5, 5)),
     ("Throughput", throughput, (8,) * 6),

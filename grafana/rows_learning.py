@@ -86,6 +86,12 @@ def staleness() -> list[Panel]:
             bound="bound S",
         ),
         cells("Staleness histogram", "Trained trajectories by staleness, in versions (upper bound of the bucket).", bucket),
+        graph(
+            "Masked as too old",
+            "Tokens of batches that were left out because their version was too old: on_stale: mask.",
+            "suffix: tokens/s",
+            [Query(f"sum({rate(trainer('echo_train_stale_tokens_masked_total'))})", "tokens")],
+        ),
     ]
 
 

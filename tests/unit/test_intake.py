@@ -95,7 +95,7 @@ def test_the_oldest_policy_is_trained_first() -> None:
     intake.offer([log.put(member(n, i, version=v)) for n, v in ((0, 2), (1, 1), (2, 0), (3, 1)) for i in (0, 1)])
     batch = intake.cut(0)
     assert batch is not None
-    assert [group.min_policy_version for group in batch] == [0, 1]
+    assert [group.members[0].trajectory.min_policy_version for group in batch] == [0, 1]
     assert batch[1].group_id == member(1, 0).group_id
 
 
@@ -136,6 +136,34 @@ def test_the_headers_decide_where_the_key_says_nothing() -> None:
     intake.offer([log.put(member(0, index))._replace(key=None) for index in (0, 1)])
     assert reasons(intake) == {Reason.STALE: 2}
     assert intake.settle(with_state=False).dropped_groups == {"p0": 1}
+
+
+def test_where_stale_tokens_are_masked_the_rest_of_the_group_is_trained() -> None:
+    """Masked when the batch is cut, against what is newest then."""
+    log, intake = Log(), make_intake(newest_version=5, on_stale="mask", groups_per_step=1)
+    spans = ((0, 3), (1, 4), (2, 5))
+    assert intake.offer([log.put(member(0, 0, spans=spans)), log.put(member(0, 1, version=5))]) == []
+    intake.announced(6)
+    batch = intake.cut(0)
+    assert batch is not None
+    masks = [m.trajectory.loss_mask.tolist() for m in batch[0].members]
+    assert masks == [[False, False, True, True], [True, True, True, True]]
+    assert [m.trajectory.spans for m in batch[0].members] == [spans, ((0, 5),)]
+    assert intake.stats().masked_tokens == 2
+    intake.trained(batch)
+    assert reasons(intake) == {Reason.TRAINED: 2}
+
+
+def test_where_stale_tokens_are_masked_a_member_without_a_fresh_one_drops_its_group() -> None:
+    log, intake = Log(), make_intake(newest_version=5, on_stale="mask", groups_per_step=1)
+    intake.offer([log.put(member(0, 0, spans=((0, 1), (2, 3)))), log.put(member(0, 1, version=5))])
+    assert reasons(intake) == {Reason.STALE: 2}
+    intake.offer([log.put(member(1, 0, spans=((0, 1), (2, 4)))), log.put(member(1, 1, version=5))])
+    intake.offer([log.put(member(2, 0, version=4))])
+    assert reasons(intake) == {Reason.STALE: 2}
+    intake.announced(6)
+    assert intake.cut(0) is None
+    assert reasons(intake) == {Reason.STALE: 5}
 
 
 def test_an_announcement_drops_what_it_makes_stale_complete_or_not() -> None:
@@ -330,15 +358,19 @@ def test_a_restart_reads_pending_records_again_and_skips_resolved_ones() -> None
 def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data: st.DataObject) -> None:
     """Members in any order, doubled, of any version; announcements, deadlines, cuts and checkpoints at any moment."""
     clock, log, bound = Clock(), Log(), data.draw(st.integers(0, 2))
-    intake = make_intake(clock, max_staleness=bound)
+    on_stale = data.draw(st.sampled_from(["drop", "mask"]))
+    intake = make_intake(clock, max_staleness=bound, on_stale=on_stale)
     supply = data.draw(
-        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1), st.integers(0, 6)), max_size=40), label="members"
+        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1), st.integers(0, 6), st.integers(0, 3)), max_size=40),
+        label="members",
     )
     newest = 0
     trained: list[str] = []
     open_letters: list[DeadLetter] = []
-    for number, index, version in supply:
-        open_letters += intake.offer([log.put(member(number, index, version=min(version, newest)))])
+    for number, index, version, later in supply:
+        first, last = min(version, newest), min(version + later, newest)
+        spans = ((0, first), (1, last)) if last > first else ((0, first),)
+        open_letters += intake.offer([log.put(member(number, index, spans=spans))])
         action = data.draw(st.sampled_from(["none", "announce", "cut", "expire", "letters"]))
         if action == "announce":
             newest += data.draw(st.integers(1, 3))
@@ -355,7 +387,11 @@ def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data
             if batch is not None:
                 for group in batch:
                     assert len(group.members) == SIZE
-                    assert newest - group.min_policy_version <= bound
+                    for m in group.members:
+                        trained_versions = m.trajectory.token_versions()[m.trajectory.loss_mask]
+                        assert len(trained_versions), "a member with nothing to train"
+                        assert newest - min(trained_versions) <= bound
+                        assert on_stale == "mask" or m.trajectory.loss_mask.all()
                     trained += [m.trajectory.trajectory_id for m in group.members]
                 intake.trained(batch)
         stats = intake.stats()

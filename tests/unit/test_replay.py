@@ -95,7 +95,7 @@ def test_every_step_is_rebuilt_byte_for_byte(trained: tuple[Cluster, RunConfig, 
 
 
 def test_where_stale_tokens_were_masked_a_replay_masks_the_same(model_path: str, tmp_path: Path) -> None:
-    """Two groups of the first policy, two whose weights changed after two tokens: S = 0, so those two are too old for step 2."""
+    """Two groups are of the first policy, two changed it after two tokens: at S = 0 these are too old for step 2."""
     cluster = Cluster()
     cluster.sample(range(2))
     cluster.sample(range(2, 4), spans=((0, 0), (2, 1)))

@@ -35,6 +35,15 @@ def test_every_record_is_looked_up_in_the_journal() -> None:
     assert counts.produced == counts.trained + sum(counts.dropped.values()) + counts.dead_lettered + counts.pending
 
 
+def test_masked_tokens_are_not_trained_and_so_not_stale() -> None:
+    """A record without a token that was left would still show."""
+    masked = {**line(1, version=9, trained=[[0, 2]]), "masked_below": 7}
+    records = [record(0, spans=((0, 3), (2, 8))), record(1, spans=((0, 7),))]
+    assert report.count(RUN_ID, records, [], report.fates([masked])).staleness_max == 2
+    records[1] = record(1, spans=((0, 3), (2, 5)))
+    assert report.count(RUN_ID, records, [], report.fates([masked])).staleness_max == 4
+
+
 def test_a_dead_letter_counts_only_where_its_topic_holds_it() -> None:
     broken = record(0)._replace(headers=[], value=b"junk")
     lines = [line(1, corrupt=[[0, 1]])]

@@ -52,11 +52,11 @@ class Cluster:
             open_shown=lambda: FakeGroupOffsets(self.log, group=f"echo-{RUN_ID}"),
         )
 
-    def sample(self, numbers: range, version: int = 0) -> None:
+    def sample(self, numbers: range, version: int = 0, **fields: Any) -> None:
         """What producers would publish: one group per number."""
         with self.log.changed:
             for number in numbers:
-                for member in make_group(GROUP, number=number, policy_version=version).members:
+                for member in make_group(GROUP, number=number, policy_version=version, **fields).members:
                     key, headers, value = codec.encode(member.trajectory)
                     self.log.append(NAMES.trajectories, key, value, headers)
 
