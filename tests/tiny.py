@@ -1,10 +1,11 @@
-"""A real but tiny causal language model on disk, and its weights as policies, for tests of engines.
+"""A real but tiny causal language model: its shape, a folder of it, and its weights as policies, for tests of engines.
 
 Refuses a tokenizer: engine tests speak in token ids.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -19,17 +20,24 @@ POSITIONS = 64
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A Qwen3 model with weights large enough that its distributions are far from flat."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
+def tiny_config(**fields: Any) -> Qwen3Config:
+    """Two layers of some 8,000 weights each, with grouped heads; `fields` are the rest of Qwen3Config's."""
+    return Qwen3Config(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
+        **fields,
+    )
+
+
+def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A Qwen3 model with weights large enough that its distributions are far from flat."""
+    torch.manual_seed(seed)
+    config = tiny_config(
+        vocab_size=VOCABULARY,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=tied,
         initializer_range=0.4,

@@ -25,7 +25,7 @@ import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from echo import journal, report, topics
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, plan_broker, start_broker
@@ -36,6 +36,7 @@ from echo.log import LogRecord
 from echo.run_file import save
 from tests.chaos.processes import Process, warm_up
 from tests.conftest import ROOT
+from tests.tiny import tiny_config
 
 T = TypeVar("T")
 
@@ -81,18 +82,8 @@ def save_model(folder: Path) -> str:
     tokenizer.pre_tokenizer = Split(Regex(""), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = Qwen3Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(sizes).save_pretrained(folder)
+    config = tiny_config(vocab_size=_VOCABULARY, max_position_embeddings=128, tie_word_embeddings=True)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 

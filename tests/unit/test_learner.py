@@ -20,6 +20,7 @@ from echo.errors import CheckpointError, ConfigError, RecordError
 from echo.trajectory import Sampling
 from echo.weights.manifest import DTYPE_BYTES
 from tests.helpers import make_group
+from tests.tiny import tiny_config
 
 VOCABULARY = 24
 
@@ -29,14 +30,8 @@ pytestmark = pytest.mark.usefixtures("own_process")
 
 def make_model(folder: Path, *, tied: bool = True) -> str:
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = tiny_config(
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         initializer_range=0.2,
