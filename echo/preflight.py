@@ -44,7 +44,11 @@ def _ask(admin: KafkaLogAdmin, spec: Spec, run: RunConfig, stopping: Callable[[]
         try:
             return read_actual(admin, spec.names, min(_ASK_S, max(0.1, left)))
         except BrokerError as error:
-            if not error.retriable or stopping() or time.monotonic() >= deadline:
+            if not error.retriable or stopping():
                 raise
+            if time.monotonic() >= deadline:
+                # Each question waits for a part of the time alone, and would tell that part.
+                whole = f"{error}; asked again and again for broker.timeout_s = {run.broker.timeout_s:g} s"
+                raise BrokerError(whole, retriable=True) from None
             said = str(error)
         watch.check()

@@ -59,7 +59,7 @@ class KafkaLogAdmin:
         except KafkaException as error:
             detail = f" ({self._errors.last})" if self._errors.last else ""
             raise BrokerError(
-                f"no answer from {self._servers} within {timeout_s:g} s{detail}: is the broker up, and are "
+                f"no answer from {self._servers} within {timeout_s:.2g} s{detail}: is the broker up, and are "
                 f"broker.settings right? [{error.args[0].name()}]",
                 retriable=True,
             ) from None
