@@ -9,12 +9,17 @@ delivers nothing for `deadline_s` is slow: its calls are asked of others, too, a
 left, until it says that it has nothing in hand and its last pull was well. Both may answer: ids are the same, the second
 answer is dropped as a duplicate. The deadline doubles with every issue of a call, so that one that is too short costs
 a few calls and not the run.
+
+A producer that can't answer (a record too large to send, a task that fails) says so in its heartbeats: its call is asked of
+another at once, and after `MAX_ATTEMPTS` such words about one call the run ends. To be slow, dead or absent is no such word.
 """
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from consumers.fleet import ProducerStatus
 from consumers.groups import Group
@@ -23,14 +28,21 @@ from echo.control import Request
 from echo.errors import EchoError
 from echo.sequential import Call, calls_of_step, mix_seed, requested_group
 
-# A group that was dropped so often is not dropped by chance.
+# A group that was dropped, or given up, so often is not so by chance.
 MAX_ATTEMPTS = 8
 # Of those that are missing, in a line for people.
 _SHOWN_CALLS = 5
 
 
 class UndeliverableGroupError(EchoError):
-    """A requested group was dropped again and again: the step can't be completed."""
+    """A requested group was dropped, or given up, again and again: the step can't be completed."""
+
+
+class GivenUp(NamedTuple):
+    """A producer's word that it will not answer a request. producer: its incarnation."""
+
+    producer: str
+    why: str
 
 
 class _Open:
@@ -44,6 +56,8 @@ class _Open:
         self.former: str | None = None
         self.issues = 0
         self.since = 0.0
+        self.request_id = ""
+        self.given_up: list[GivenUp] = []
 
 
 class Dispatcher:
@@ -73,6 +87,8 @@ class Dispatcher:
         self._step = self._version = -1
         self._calls: list[_Open] = []
         self._prompts: dict[str, int] = {}
+        # Requests of this step that nobody has given up, by their ids.
+        self._asked: dict[str, _Open] = {}
         # Slow producers: the heartbeat before which they were found to be.
         self._slow: dict[str, int] = {}
 
@@ -83,6 +99,7 @@ class Dispatcher:
             step, groups_per_step=self._groups_per_step, groups_per_call=self._groups_per_call, seed=self._seed
         )
         self._calls = [_Open(call) for call in calls]
+        self._asked = {}
         self._prompts = {self._name(one, prompt): prompt for one in self._calls for prompt in one.call.prompts}
 
     def wanted(self) -> frozenset[str]:
@@ -94,9 +111,16 @@ class Dispatcher:
         return frozenset(self._name(one, prompt) for one in self._calls for prompt in one.missing)
 
     def turn(
-        self, producers: Sequence[ProducerStatus], *, ready: Collection[str], dropped: Mapping[str, Reason]
+        self,
+        producers: Sequence[ProducerStatus],
+        *,
+        ready: Collection[str],
+        dropped: Mapping[str, Reason],
+        given_up: Mapping[str, GivenUp] = MappingProxyType({}),
     ) -> list[Request]:
         """Requests to send now. producers: those alive. ready, dropped: what has become of `missing`.
+
+        given_up: what was heard since the last turn, by request, also of those that are not alive any more.
 
         Raises UndeliverableGroupError.
         """
@@ -104,6 +128,8 @@ class Dispatcher:
         for one in self._calls:
             self._deliver(one, ready, now)
             self._replace(one, dropped)
+        for request_id, word in given_up.items():
+            self._give_back(request_id, word)
         alive = {producer.incarnation: producer for producer in producers}
         for one in self._calls:
             self._withdraw(one, alive, now)
@@ -135,7 +161,8 @@ class Dispatcher:
             groups = f"{len(one.missing)} groups from prompt {min(one.missing)} on"
             times = f", asked for {one.issues} times" if one.issues > 1 else ""
             asked = f"at {one.holder} for {now - one.since:.0f} s{times}" if one.holder else "asked of nobody"
-            parts.append(f"{groups} {asked}")
+            last = f", given up {len(one.given_up)} times ({one.given_up[-1].why})" if one.given_up else ""
+            parts.append(f"{groups} {asked}{last}")
         if len(open_calls) > _SHOWN_CALLS:
             parts.append(f"and {len(open_calls) - _SHOWN_CALLS} calls more")
         return f"step {self._step} lacks {missing} groups of version {self._version}: {'; '.join(parts)}"
@@ -170,6 +197,23 @@ class Dispatcher:
             self._prompts[self._name(one, prompt)] = prompt
             one.holder = None
 
+    def _give_back(self, request_id: str, word: GivenUp) -> None:
+        """Take a call back from who can't answer it. A word counts once, however often it is heard."""
+        one = self._asked.pop(request_id, None)
+        if one is None or not one.missing:
+            return
+        one.given_up.append(word)
+        if len(one.given_up) >= MAX_ATTEMPTS:
+            by = ", ".join(dict.fromkeys(word.producer for word in one.given_up))
+            prompts = one.call.prompts
+            raise UndeliverableGroupError(
+                f"step {self._step} can't be completed: the call of prompts {prompts.start} to {prompts.stop - 1} was asked "
+                f"for {one.issues} times and given up {MAX_ATTEMPTS} times, by {by}; the last time: {word.why}. Any producer "
+                "samples the same for it: change what is named there, and look at the logs of these producers"
+            )
+        if one.request_id == request_id:
+            one.former, one.holder = one.holder, None
+
     def _withdraw(self, one: _Open, alive: Mapping[str, ProducerStatus], now: float) -> None:
         """Take a call back from who is dead or slow."""
         holder = one.holder
@@ -192,19 +236,24 @@ class Dispatcher:
         known = [p.throughput for p in alive.values() if p.throughput > 0 and math.isfinite(p.throughput)]
         usual = sum(known) / len(known) if known else 1.0
 
-        def rank(name: str) -> tuple[bool, bool, float, str]:
+        # It may be something about them: whoever did not try yet goes before.
+        tried = {word.producer for word in one.given_up}
+
+        def rank(name: str) -> tuple[bool, bool, bool, float, str]:
             rate = alive[name].throughput
             rate = rate if rate > 0 and math.isfinite(rate) else usual
             done_at = (held.get(name, 0) + len(one.call.prompts)) / rate
-            return name == one.former, name in self._slow, done_at, name
+            return name in tried, name == one.former, name in self._slow, done_at, name
 
         holder = min(alive, key=rank)
         issue, one.issues = one.issues, one.issues + 1
         one.holder, one.since = holder, now
         attempt = max(one.attempts.values(), default=0)
+        one.request_id = f"{self._run_id}/v{self._version}/s{self._step}/c{one.call.number}/{issue}"
+        self._asked[one.request_id] = one
         return Request(
             run_id=self._run_id,
-            request_id=f"{self._run_id}/v{self._version}/s{self._step}/c{one.call.number}/{issue}",
+            request_id=one.request_id,
             producer=holder,
             version=self._version,
             step=self._step,

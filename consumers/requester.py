@@ -3,11 +3,11 @@
 Refuses to wait and to decide: the trainer calls `turn` while it waits for a batch, `dispatcher` decides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from consumers.dispatcher import Dispatcher
+from consumers.dispatcher import Dispatcher, GivenUp
 from consumers.fleet import ProducerStatus
 from consumers.groups import Group
 from consumers.intake import Intake
@@ -17,7 +17,10 @@ log = structlog.get_logger("requests")
 
 
 class Requester:
-    """alive: the living producers. send: writes requests to the log, all of them or none."""
+    """alive: the living producers. send: writes requests to the log, all of them or none.
+
+    given_up: what producers gave up since it was asked last, by request; the same word may come again.
+    """
 
     def __init__(
         self,
@@ -26,11 +29,13 @@ class Requester:
         intake: Intake,
         alive: Callable[[], Sequence[ProducerStatus]],
         send: Callable[[Sequence[Request]], None],
+        given_up: Callable[[], Mapping[str, GivenUp]] = dict,
     ) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
         self._alive = alive
         self._send = send
+        self._given_up = given_up
         # What is in the log already was asked for by a former trainer, or by nobody.
         intake.request(())
 
@@ -42,7 +47,9 @@ class Requester:
     def turn(self) -> None:
         """Send what is to be sent now. Raises BrokerError, FencedError, UndeliverableGroupError."""
         standing = self._intake.standing(self._dispatcher.missing())
-        requests = self._dispatcher.turn(self._alive(), ready=standing.ready, dropped=standing.dropped)
+        requests = self._dispatcher.turn(
+            self._alive(), ready=standing.ready, dropped=standing.dropped, given_up=self._given_up()
+        )
         if standing.dropped:
             log.warning(
                 "requested groups were dropped", groups={name: reason.value for name, reason in standing.dropped.items()}

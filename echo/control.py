@@ -94,7 +94,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     the incarnation may begin groups until `groups_started` reaches this limit. The trainer gives the room of one
     producer to another only when it knows from here that the first will not use it.
     last_pull_error: why the newest version is not served yet; "" when all is well. metrics_url: where Prometheus finds it.
-    requests_held: sequential mode's requests that it has and has not answered.
+    requests_held: sequential mode's requests that it has and has not answered. given_up: why it gave requests up, by their ids:
+    those of the newest version alone; the same groups may be asked for again.
     """
 
     run_id: str
@@ -116,6 +117,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     last_pull_error: str = ""
     queued_bytes: int = 0
     requests_held: int = 0
+    given_up: dict[str, str] = {}
     leaving: bool = False
     metrics_url: str = ""
     created: float

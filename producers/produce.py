@@ -175,11 +175,18 @@ class ProduceLoop:
         if request is None:
             return
         self._say("sampling")
-        # Nothing is taken in mid-generation: what was asked for is of one version.
-        if self._sample(rollout.requested(request, self._run, self._with.task), in_flight=False):
+        try:
+            # Nothing is taken in mid-generation: what was asked for is of one version.
+            whole = self._sample(rollout.requested(request, self._run, self._with.task), in_flight=False)
+        except (EngineError, TaskError) as error:
+            # Who asks must know that it may be these groups that producers end of: our last heartbeat says so.
+            requests.give_up(request, f"{type(error).__name__}: {error}")
+            raise
+        if whole:
             requests.answered(request)
         else:
-            requests.give_up(request)
+            requests.give_up(request, self._publisher.last_given_up)
+            self._heartbeat.changed(now=True)
 
     def _told_to_end(self, state: ControlState) -> str | None:
         if self._stop.is_set():
@@ -413,6 +420,7 @@ class ProduceLoop:
             last_pull_error=self._puller.last_error,
             queued_bytes=self._publisher.queued_bytes,
             requests_held=len(self._requests.held) if self._requests is not None else 0,
+            given_up=self._requests.given_up if self._requests is not None else {},
             leaving=leaving,
             metrics_url=self._metrics_url,
             created=self._clock(),

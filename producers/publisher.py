@@ -73,6 +73,7 @@ class Publisher:
         self.acknowledged = 0
         self.groups_acknowledged = 0
         self.failed = 0
+        self.last_given_up = ""
         metrics.queue_limit_bytes.set(queue_bytes)
         metrics.queued_bytes.set_function(lambda: self._queued)
         metrics.oldest_unacknowledged.set_function(self.oldest_unacknowledged_s)
@@ -102,7 +103,9 @@ class Publisher:
                 raise self._error
 
     def publish(self, group: Sequence[Trajectory]) -> bool:
-        """Send the members of one group, waiting while the queue is full. False: given up, nothing of it was sent.
+        """Send the members of one group, waiting while the queue is full.
+
+        False: it was given up, `last_given_up` says why, and nothing of it was sent.
 
         Raises BrokerError where a record was refused for good, or a stop was asked for and the queue stays full.
         """
@@ -147,22 +150,24 @@ class Publisher:
         try:
             encoded = codec.encode_many(group)
         except CorruptRecordError as error:
-            log.error("group given up: a member is unsound", group=group[0].group_id, members=len(group), error=str(error))
+            self._give_up(group, f"a member is unsound: {error}")
             return None
         records = []
         for trajectory, record in zip(group, encoded, strict=True):
             size = record_bytes(record)
             if size > self._record_bytes:
-                log.error(
-                    f"group given up: a record of {size} bytes is above limits.record_bytes = {self._record_bytes}; raise it "
-                    "(and the topic's max.message.bytes) or lower sampling.max_tokens",
-                    group=trajectory.group_id,
-                    trajectory=trajectory.trajectory_id,
-                    members=len(group),
+                self._give_up(
+                    group,
+                    f"record {trajectory.trajectory_id} of {size} bytes is above limits.record_bytes = {self._record_bytes}; "
+                    "raise it (and the topic's max.message.bytes) or lower sampling.max_tokens",
                 )
                 return None
             records.append((record, size))
         return records
+
+    def _give_up(self, group: Sequence[Trajectory], why: str) -> None:
+        self.last_given_up = f"group {group[0].group_id} of {len(group)} records: {why}"
+        log.error(f"given up: {self.last_given_up}")
 
     def _send(self, record: codec.EncodedRecord, size: int, missing: list[int]) -> None:
         watch: Watch | None = None

@@ -19,6 +19,9 @@ from producers.topic_follower import TopicFollower
 
 log = structlog.get_logger("requests")
 
+# It is told with every heartbeat.
+_WHY_CHARS = 500
+
 
 class RequestListener:
     """Reads the requests topic from its beginning and for ever: an incarnation is asked for nothing before it lives.
@@ -44,6 +47,9 @@ class RequestListener:
         # Groups of the newest version that were answered: one that is older is not asked for any more.
         self._answered: set[str] = set()
         self._answered_version = -1
+        # Requests of the newest version that will not be answered, and why.
+        self._given_up: dict[str, str] = {}
+        self._given_up_version = -1
 
     def start(self) -> "RequestListener":
         self._follower.start()
@@ -55,19 +61,27 @@ class RequestListener:
         with self._changed:
             return self._held
 
+    @property
+    def given_up(self) -> dict[str, str]:
+        """Why requests were given up, by their ids: those of the newest version that any was given up of."""
+        with self._changed:
+            return dict(self._given_up)
+
     def answered(self, request: Request) -> None:
         """All of its groups are handed to the publisher."""
         with self._changed:
             if request.version > self._answered_version:
                 self._answered, self._answered_version = set(), request.version
             self._answered.update(request.group_ids)
-        self.give_up(request)
+            self._let_go(request)
 
-    def give_up(self, request: Request) -> None:
+    def give_up(self, request: Request, why: str) -> None:
         """It will not be answered, or not in full: the same groups may be asked for again."""
         with self._changed:
-            self._held = tuple(one for one in self._held if one is not request)
-            self._changed.notify_all()
+            if request.version > self._given_up_version:
+                self._given_up, self._given_up_version = {}, request.version
+            self._given_up[request.request_id] = why[:_WHY_CHARS]
+            self._let_go(request)
 
     def give_up_before(self, version: int) -> None:
         """Nobody wants what older versions would sample."""
@@ -80,6 +94,10 @@ class RequestListener:
 
     def close(self) -> None:
         self._follower.close()
+
+    def _let_go(self, request: Request) -> None:
+        self._held = tuple(one for one in self._held if one is not request)
+        self._changed.notify_all()
 
     def _take_all(self, records: list[LogRecord], at_end: bool) -> None:
         for record in records:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.dispatcher import MAX_ATTEMPTS, Dispatcher, UndeliverableGroupError
+from consumers.dispatcher import MAX_ATTEMPTS, Dispatcher, GivenUp, UndeliverableGroupError
 from consumers.fleet import ProducerStatus
 from consumers.ledger import Reason
 from echo.control import Request
@@ -42,8 +42,14 @@ def producer(name: str, *, throughput: float = 0.0, heartbeat: int = 0, held: in
     return ProducerStatus(name, f"{name}.1", 7, "sampling", throughput, 0, error, heartbeat, held)
 
 
-def turn(made: Dispatcher, *producers: ProducerStatus, ready: Any = (), dropped: Any = None) -> list[Request]:
-    return made.turn(producers, ready=ready, dropped=dropped or {})
+def turn(
+    made: Dispatcher, *producers: ProducerStatus, ready: Any = (), dropped: Any = None, given_up: Any = None
+) -> list[Request]:
+    return made.turn(producers, ready=ready, dropped=dropped or {}, given_up=given_up or {})
+
+
+def word(request: Request, why: str = "too large") -> dict[str, GivenUp]:
+    return {request.request_id: GivenUp(request.producer, why)}
 
 
 def shares(requests: list[Request]) -> Counter[str]:
@@ -164,6 +170,81 @@ def test_a_group_that_is_dropped_again_and_again_ends_the_run_with_a_remedy() ->
         turn(made, producer("a"), dropped=dict.fromkeys(made.missing(), Reason.TOO_LARGE))
 
 
+def test_what_a_producer_gives_up_is_asked_of_one_that_did_not_try_it_the_same_as_before() -> None:
+    """However fast the first one is, and though it holds nothing."""
+    made = make(groups=2)
+    fleet = [producer("a", throughput=9.0), producer("b", throughput=2.0), producer("c", throughput=1.0)]
+    (first,) = turn(made, *fleet)
+    (second,) = turn(made, *fleet, given_up=word(first))
+    (third,) = turn(made, *fleet, given_up=word(second))
+    (fourth,) = turn(made, *fleet, given_up=word(third))
+    assert [r.producer for r in (first, second, third, fourth)] == ["a.1", "b.1", "c.1", "a.1"]
+    assert {(r.group_ids, r.seed, r.first_prompt) for r in (second, third, fourth)} == {
+        (first.group_ids, first.seed, first.first_prompt)
+    }
+    assert "at a.1 for 0 s, asked for 4 times, given up 3 times (too large)" in made.describe()
+
+
+def test_a_word_counts_once_and_only_while_its_groups_are_missing() -> None:
+    """Every heartbeat repeats it; another may have answered meanwhile, and it may be of a step that is over."""
+    made = make(groups=2)
+    (first,) = turn(made, producer("a"))
+    assert len(turn(made, producer("a"), given_up=word(first))) == 1
+    for _ in range(2 * MAX_ATTEMPTS):
+        assert turn(made, producer("a"), given_up=word(first)) == [], "the second issue is not given up"
+    assert turn(made, producer("a"), given_up=word(first), ready=first.group_ids) == []
+    made.begin(6, 8)
+    (other,) = turn(made, producer("a"), given_up=word(first))
+    assert (other.version, other.issue) == (8, 0)
+
+
+def test_a_late_word_of_the_slow_one_leaves_the_call_at_who_has_it() -> None:
+    clock = Clock()
+    made = make(clock, groups=2)
+    (first,) = turn(made, producer("a"), producer("b"))
+    clock.now = DEADLINE_S
+    (second,) = turn(made, producer("a"), producer("b"))
+    assert (first.producer, second.producer) == ("a.1", "b.1")
+    assert turn(made, producer("a"), producer("b"), given_up=word(first)) == []
+    assert made.held() == {"b.1": 2}
+
+
+def test_a_call_that_is_given_up_again_and_again_ends_the_run_saying_what_by_whom_and_why() -> None:
+    """Also by producers that end of it: each is another one, and the last word is its last."""
+    made = make(groups=2)
+    for number in range(MAX_ATTEMPTS):
+        (request,) = turn(made, producer(f"p{number % 3}"))
+        if number < MAX_ATTEMPTS - 1:
+            turn(made, given_up=word(request))
+    told = r"step 5 .* prompts 10 to 11 was asked for 8 times and given up 8 times, by p0\.1, p1\.1, p2\.1; .*: 99 bytes"
+    with pytest.raises(UndeliverableGroupError, match=told):
+        turn(made, given_up=word(request, "99 bytes"))
+
+
+def test_death_and_slowness_are_no_words_however_often_they_come() -> None:
+    clock = Clock()
+    made = make(clock, groups=2)
+    for number in range(3 * MAX_ATTEMPTS):
+        assert len(turn(made, producer(f"p{number}"))) == 1
+    for _ in range(2 * MAX_ATTEMPTS):
+        clock.now += DEADLINE_S * 2.0 ** (5 * MAX_ATTEMPTS)
+        assert len(turn(made, producer("last", heartbeat=int(clock.now), held=1))) == 1
+    assert turn(made) == []
+    assert "given up" not in made.describe()
+    (request,) = turn(made, producer("last"))
+    assert len(turn(made, producer("last"), given_up=word(request))) == 1, "the first word about it, whatever came before"
+
+
+def test_the_last_word_does_not_count_where_the_groups_came_all_the_same() -> None:
+    """Of one that was slow, too: another has answered meanwhile."""
+    made = make(groups=2)
+    (request,) = turn(made, producer("a"))
+    for _ in range(MAX_ATTEMPTS - 1):
+        (request,) = turn(made, producer("a"), given_up=word(request))
+    assert turn(made, producer("a"), given_up=word(request), ready=request.group_ids) == []
+    assert made.missing() == frozenset()
+
+
 def test_a_batch_is_trained_in_the_order_of_its_prompts() -> None:
     """Whatever came first; as numbers and not as text."""
     made = Dispatcher(run_id="r", groups_per_step=4, groups_per_call=4, seed=0, deadline_s=1, clock=Clock())
@@ -199,6 +280,7 @@ class Swarm:
         self.ready: set[str] = set()
         self.dropped: dict[str, Reason] = {}
         self.asked: dict[str, tuple[int, int]] = {}
+        self.words: dict[str, GivenUp] = {}
 
     def statuses(self) -> list[ProducerStatus]:
         self.beats += 1
@@ -215,6 +297,7 @@ class Swarm:
             *statuses,
             ready=self.ready & missing,
             dropped={name: reason for name, reason in self.dropped.items() if name in missing},
+            given_up=self.words,
         )
         for request in requests:
             assert request.producer in {status.incarnation for status in statuses}, "asked of the living alone"
@@ -225,7 +308,7 @@ class Swarm:
 
     def act(self) -> None:
         busy = [name for name, requests in self.hands.items() if requests and name.removesuffix(".1") in self.alive]
-        deed = self.data.draw(st.sampled_from(["wait", "answer", "answer", "drop", "die", "join"]))
+        deed = self.data.draw(st.sampled_from(["wait", "answer", "answer", "drop", "die", "join", "give up"]))
         if deed == "wait":
             self.clock.now += self.data.draw(st.sampled_from([1.0, DEADLINE_S]))
         elif deed == "answer" and busy:
@@ -235,6 +318,8 @@ class Swarm:
             lost = sorted(self.made.missing() - self.ready)
             if lost and len(self.dropped) < 3:
                 self.dropped[self.data.draw(st.sampled_from(lost))] = Reason.DEADLINE
+        elif deed == "give up" and busy and len(self.words) < MAX_ATTEMPTS - 1:
+            self.words |= word(self.hands[self.data.draw(st.sampled_from(busy))].pop(0))
         elif deed == "die" and self.alive:
             self.alive.remove(self.data.draw(st.sampled_from(self.alive)))
         elif deed == "join":
@@ -251,7 +336,7 @@ class Swarm:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_interleaving_delivers_every_step_once_from_its_own_version(data: st.DataObject) -> None:
-    """Deaths, stalls, drops, late and double answers: every step gets each of its prompts once, of the version it named."""
+    """Deaths, stalls, drops, refusals, late and double answers: each prompt of a step comes once, of the version it named."""
     swarm = Swarm(data)
     trained: list[str] = []
     for step in range(3):

@@ -1,6 +1,7 @@
 """A producer in sequential mode: it samples what it is asked for, from exactly the version that is named, and nothing else."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from structlog.testing import capture_logs
 
 from echo import sequential
 from echo.control import Request
+from echo.errors import EngineError
 from tests.eventually import eventually
 from tests.fakes.engine import FakeTask
 from tests.unit.test_produce_loop import RUN, Harness, announcement, end_of_run
@@ -22,7 +24,8 @@ def make() -> Iterator[Make]:
     made: list[Harness] = []
 
     def build(*, refresh: str = "if_behind", **options: Any) -> Harness:
-        keys = {"mode": "sequential", "refresh": refresh, "limits": {"waiting_s": options.pop("waiting_s", 30.0)}}
+        limits = {"waiting_s": options.pop("waiting_s", 30.0), "record_bytes": options.pop("record_bytes", 2**20)}
+        keys = {"mode": "sequential", "refresh": refresh, "limits": limits}
         made.append(Harness(run=keys, **options))
         return made[-1]
 
@@ -222,6 +225,44 @@ def test_a_request_that_could_not_be_answered_in_full_may_be_asked_again(make: M
     assert h.trajectories() == []
     ask_for(h, "g/a/1", issue=1)
     eventually(lambda: len(h.trajectories()) == 2, "the second try")
+
+
+def test_a_group_that_can_not_be_published_is_told_with_the_key_to_raise_and_the_producer_goes_on(make: Make) -> None:
+    h = make(tokens=600, record_bytes=1024)
+    with capture_logs() as said:
+        h.start().tell(announcement(0))
+        first = ask_for(h, "g/a/1")
+        told = h.wait_for_heartbeat(lambda one: bool(one.given_up), "the word")
+    assert list(told.given_up) == [first.request_id]
+    why = told.given_up[first.request_id]
+    assert re.match(r"group g/a/1 of 2 records: record \S+ of \d{4} bytes is above limits\.record_bytes = 1024; raise it", why)
+    assert told.requests_held == 0
+    assert [one["event"] for one in said if one["log_level"] == "error"] == [f"given up: {why}"]
+    assert h.trajectories() == []
+    h.engine._tokens = 3
+    ask_for(h, "g/a/1", issue=1)
+    ask_for(h, "g/a/2")
+    eventually(lambda: h.groups() == ["g/a/1", "g/a/2"], "what fits")
+    h.engine._tokens = 600
+    h.tell(announcement(1))
+    second = ask_for(h, "g/a/3", version=1)
+    h.wait_for_heartbeat(lambda one: list(one.given_up) == [second.request_id], "what is older is not told any more")
+
+
+def test_a_producer_that_ends_of_a_request_says_so_in_its_last_heartbeat(make: Make) -> None:
+    """Else those that ask for it can't tell this from a machine that was switched off."""
+
+    def at_token(index: int) -> None:
+        raise EngineError("the device is gone")
+
+    h = make(before_token=at_token).start()
+    h.tell(announcement(0))
+    request = ask_for(h, "g/a/1")
+    h.join()
+    assert isinstance(h.error, EngineError)
+    last = h.heartbeats()[-1]
+    assert last.leaving
+    assert last.given_up == {request.request_id: "EngineError: the device is gone"}
 
 
 def test_it_says_what_it_waits_for(make: Make) -> None:
