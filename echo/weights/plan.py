@@ -1,7 +1,8 @@
 """What a pull has to fetch and where each byte goes, given the manifest and the version that is held. No I/O.
 
 A tensor that did not change is the held one. A changed one is made of the held one and its deltas, where they lead to it and
-are fewer bytes; else of its chunks, of which those are copied that the held one has.
+are fewer bytes; else of its chunks, of which those are copied that the held one has. Small tensors share chunks: one whose
+chunks come anyway, for another, needs no deltas.
 
 Refuses to write to held tensors.
 """
@@ -159,11 +160,10 @@ def make(
 
     Raises MemoryError.
     """
+    changes: list[_Change] = []
     named = [{entry.name: entry for entry in one.tensors} for one in chain]
     before = {entry.name: entry for entry in held.manifest.tensors} if held is not None else {}
     tensors: dict[str, HostTensor] = {}
-    wants: dict[Chunk, Want] = {}
-    patched = 0
     for entry in manifest.tensors:
         old = _fitting(entry, before.get(entry.name), held)
         if old is not None and before[entry.name].digest == entry.digest:
@@ -173,10 +173,17 @@ def make(
         tensors[entry.name] = HostTensor(entry.name, entry.dtype, entry.shape, data)
         known = _known(before[entry.name], old) if old is not None else {}
         missing = [piece for piece in pieces(entry) if piece.chunk not in known]
-        path = deltas_between(before[entry.name].digest, entry.name, named) if old is not None else None
-        if old is not None and path and sum(one.nbytes for one in path) < sum(piece.nbytes for piece in missing):
-            made = Patched(entry, _flat(old), data, path, where, failed)
-            for one, room in zip(path, made.rooms(), strict=True):
+        path = (deltas_between(before[entry.name].digest, entry.name, named) if old is not None else None) or []
+        if sum(one.nbytes for one in path) >= sum(piece.nbytes for piece in missing):
+            path = []
+        changes.append(_Change(entry, old, data, known, missing, path))
+    coming = {piece.chunk for change in changes if not change.path for piece in change.missing}
+    wants: dict[Chunk, Want] = {}
+    patched = 0
+    for entry, old, data, known, missing, steps in changes:
+        if old is not None and steps and not coming.issuperset(piece.chunk for piece in missing):
+            made = Patched(entry, _flat(old), data, steps, where, failed)
+            for one, room in zip(steps, made.rooms(), strict=True):
                 _want_pieces(wants, pieces(one), room, made)
             patched += 1
             continue
@@ -186,6 +193,17 @@ def make(
         if missing:
             _want_pieces(wants, missing, data, Target(len(missing)))
     return Plan(tensors, list(wants.values()), patched)
+
+
+class _Change(NamedTuple):
+    """A tensor to be made. known: chunks that the held one has, whole. path: deltas that lead to it in fewer bytes, or none."""
+
+    entry: TensorEntry
+    old: HostTensor | None
+    data: memoryview
+    known: dict[Chunk, memoryview]
+    missing: list[Piece]
+    path: Sequence[Delta]
 
 
 def _want_pieces(wants: dict[Chunk, Want], missing: Iterable[Piece], data: memoryview, target: Target) -> None:

@@ -313,10 +313,15 @@ class Pull:
             self._fetch_rest(session, chunk_url(peer, job.want.chunk.digest), job, until=until)
         except ChunkError as error:
             self._give_back(job)
-            if not self._abort.is_set():
+            if self._abort.is_set():
+                return False
+            with self._lock:
+                self._peer_failures += 1
+            if isinstance(error, MissingChunk):
+                self._reputations.lacked(peer)
+                log.info("a peer let go of a chunk, another source is tried", peer=peer, error=str(error))
+            else:
                 self._reputations.failed(peer, lied=isinstance(error, DamagedChunk))
-                with self._lock:
-                    self._peer_failures += 1
                 log.warning("a peer failed, another source is tried", peer=peer, error=str(error))
             return False
         self._reputations.succeeded(peer, nbytes, time.monotonic() - begun)
@@ -332,7 +337,9 @@ class Pull:
             # No If-Range: what a digest names does not change, and a server in front may have tags of its own.
             headers["Range"] = f"bytes={job.got}-"
         timeout_s = _PEER_TIMEOUT_S if until is not None else None
-        with session.ask(url, ChunkError, headers=headers, allowed=(200, 206, 416), timeout_s=timeout_s) as response:
+        with session.ask(url, ChunkError, headers=headers, allowed=(200, 206, 404, 416), timeout_s=timeout_s) as response:
+            if response.status == 404:
+                raise MissingChunk(f"{url}: {response.status} {response.reason}: the server does not have it (any more)")
             resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {job.got}-")
             if not resumed:
                 self._give_back(job)
@@ -368,6 +375,10 @@ class Pull:
 def _tell_of_failure(future: Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         log.error("nobody asks for peers any more", error=repr(error))
+
+
+class MissingChunk(ChunkError):
+    """The source does not have it, or not any more."""
 
 
 class DamagedChunk(ChunkError):

@@ -5,7 +5,8 @@ fetching; first what falls to this puller by a hash over all of them, since word
 fetch what peers have, the rarest first. So each chunk leaves the origin about once, while the rest spreads among the pullers.
 Whoever finds nothing waits for the others, not for ever, and then asks the origin.
 
-Refuses to trust: who sent a wrong byte is avoided for minutes, who failed otherwise for seconds that double.
+Refuses to trust: who sent a wrong byte is avoided for minutes, who failed otherwise for seconds that double. Who no longer has
+what it said it had went on to a newer version, as everybody does: it is avoided until there is fresh word of it.
 """
 
 import threading
@@ -28,6 +29,7 @@ _PER_PEER = 2
 # Chunks that are looked at for one choice: bounds its time, and any few hundred of a shuffled queue are as good as all.
 _LOOK_AT = 256
 _FIRST_BAN_S, _LAST_BAN_S, _LIAR_BAN_S = 1.0, 60.0, 600.0
+_LACKED_S = 0.5
 _WAIT_S = 0.2
 # So often the tracker is asked before a puller takes itself to be alone.
 _LOOKS_ALONE = 3
@@ -64,6 +66,12 @@ class Reputations:
             record.failures += 1
             ban_s = _LIAR_BAN_S if lied else min(_FIRST_BAN_S * 2 ** (record.failures - 1), _LAST_BAN_S)
             record.avoid_until = max(record.avoid_until, self._clock() + ban_s)
+
+    def lacked(self, url: str) -> None:
+        """It no longer has what it said it had: no failure."""
+        with self._lock:
+            record = self._records.setdefault(url, _Record())
+            record.avoid_until = max(record.avoid_until, self._clock() + _LACKED_S)
 
     def is_usable(self, url: str) -> bool:
         with self._lock:

@@ -238,6 +238,24 @@ def test_a_peer_with_wrong_bytes_costs_a_retry_and_is_avoided(origin: Origin) ->
         assert asked == []
 
 
+def test_a_peer_that_let_go_of_its_chunks_keeps_its_good_name(origin: Origin) -> None:
+    """It went on to a newer version since it was heard of; the pull goes on elsewhere, and later ones ask it again."""
+
+    def lack(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.send_response(404)
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+    with other_peer(lack) as (where, asked), peer() as puller:
+        origin.claim(where)
+        with capture_logs() as logs:
+            pulled = pull(puller, origin)
+        assert_is(pulled)
+        assert 1 <= pulled.retries == len(asked) <= 2
+        assert {entry["log_level"] for entry in logs if entry.get("peer") == where} == {"info"}
+        assert eventually(lambda: puller._reputations.is_usable(where), "it is asked again soon", timeout_s=1.0)
+
+
 def test_a_peer_that_dies_in_mid_chunk_costs_a_retry(origin: Origin) -> None:
     """What is missing comes from elsewhere, and nothing of the broken chunk is mixed in."""
     with Wire(0) as wire, peer(url=wire.url) as mortal:

@@ -206,6 +206,16 @@ def test_failures_are_forgiven_later_and_lies_much_later() -> None:
     assert banned_for("p") == 600
 
 
+def test_who_let_go_of_a_chunk_is_asked_again_soon_however_often_it_happens() -> None:
+    clock = Clock()
+    reputations = Reputations(clock=clock)
+    for _ in range(5):
+        reputations.lacked("p")
+        assert not reputations.is_usable("p")
+        clock.now += 0.5
+        assert reputations.is_usable("p")
+
+
 def test_a_liar_is_not_chosen() -> None:
     """What it claims to hold comes from the origin."""
     reputations = Reputations(clock=Clock())

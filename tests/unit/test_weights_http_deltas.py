@@ -94,6 +94,27 @@ def test_ten_deltas_in_a_row_make_no_error(store: WeightStore, url: str) -> None
     assert_is(have, policy(10))
 
 
+def test_a_chunk_that_comes_anyway_is_not_brought_by_deltas_as_well(store: WeightStore, url: str) -> None:
+    """Small tensors share a chunk: where one of them has changed throughout, the others come with it."""
+
+    def tensors(version: int) -> list[HostTensor]:
+        slightly = np.full(3000, 7, np.uint8)
+        slightly[:version] += 1
+        throughout = np.random.default_rng(version).integers(0, 256, 3000, dtype=np.uint8)
+        return [HostTensor(name, "U8", (3000,), data.data) for name, data in (("s", slightly), ("t", throughout))]
+
+    have = pull(url, publish(store, 0, tensors(0)))
+    newer = publish(store, 1, tensors(1))
+    s, t = newer.manifest.tensors
+    assert s.chunks == t.chunks
+    assert (s.delta is None, t.delta is None) == (False, True)
+    pulled = pull(url, newer, have=have)
+    assert_is(pulled, tensors(1))
+    assert (pulled.patched, pulled.received_bytes) == (0, s.chunks[0].nbytes)
+    have = pull(url, publish(store, 2, [tensors(2)[0], tensors(1)[1]]), have=pulled)
+    assert (have.patched, have.received_bytes < 100) == (1, True)
+
+
 def test_who_missed_a_version_pulls_both_deltas(store: WeightStore, url: str) -> None:
     """The chain leads back as far as it was published; from further back changed tensors come whole."""
     held = [pull(url, publish(store, version)) for version in range(2)]
