@@ -128,7 +128,8 @@ class PeerNode:
         try:
             others = _tell(session, peers_url(base, run_id, version), peer)
         except WeightsError as error:
-            log.info("no word of peers", error=str(error))
+            if not session.is_aborted:
+                log.info("no word of peers", error=str(error))
             return {}
         return {
             other.url: PeerView(frozenset(decode_bitmap(order, other.have)), frozenset(decode_bitmap(order, other.pending)))

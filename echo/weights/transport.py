@@ -96,6 +96,11 @@ class Session:
         # Beside the connection, which forgets its socket when the server closes after the answer.
         self._sockets: dict[str, socket.socket] = {}
 
+    @property
+    def is_aborted(self) -> bool:
+        """What it reports from now on may be its own end."""
+        return self._abort.is_set()
+
     @contextmanager
     def ask(
         self,
