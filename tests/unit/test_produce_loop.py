@@ -17,6 +17,7 @@ from echo.metrics import ProducerMetrics
 from echo.topic_spec import TopicNames
 from echo.trajectory import Trajectory, incarnation_of
 from producers.collaborators import Collaborators
+from producers.fetch import PullClient
 from producers.produce import ProduceLoop
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine, FakeScorer, FakeTask, FakeTokenizer, FakeWeights
@@ -76,10 +77,17 @@ class MoodyProducer(FakeProducer):
 
 
 class Harness:
-    """A loop in a thread, and both ends of everything around it."""
+    """A loop in a thread, and both ends of everything around it. puller: pulls instead of the fake `weights`."""
 
     def __init__(
-        self, *, max_staleness: int = 4, group_size: int = 2, groups_per_call: int = 4, run: Any = None, **engine: Any
+        self,
+        *,
+        max_staleness: int = 4,
+        group_size: int = 2,
+        groups_per_call: int = 4,
+        run: Any = None,
+        puller: PullClient | None = None,
+        **engine: Any,
     ) -> None:
         self.run = RunConfig.model_validate(
             {
@@ -105,7 +113,7 @@ class Harness:
             request_partitions=1,
             producer=self.producer,
             open_reader=lambda: FakeReader(self.log),
-            weights=self.weights,
+            weights=puller if puller is not None else self.weights,
             engine=self.engine,
             tokenizer=FakeTokenizer(),
             task=FakeTask(),
