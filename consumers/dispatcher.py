@@ -19,9 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
-from consumers.fleet import ProducerStatus
+from consumers.fleet import GivenUp, ProducerStatus
 from consumers.groups import Group
 from consumers.ledger import Reason
 from echo.control import Request
@@ -36,13 +35,6 @@ _SHOWN_CALLS = 5
 
 class UndeliverableGroupError(EchoError):
     """A requested group was dropped, or given up, again and again: the step can't be completed."""
-
-
-class GivenUp(NamedTuple):
-    """A producer's word that it will not answer a request. producer: its incarnation."""
-
-    producer: str
-    why: str
 
 
 class _Open:

@@ -33,6 +33,13 @@ class ProducerStatus(NamedTuple):
     requests_held: int = 0
 
 
+class GivenUp(NamedTuple):
+    """A producer's word that it will not answer a request. producer: its incarnation."""
+
+    producer: str
+    why: str
+
+
 class _Seen:
     def __init__(self, heartbeat: Heartbeat, now: float) -> None:
         self.heartbeat = heartbeat
@@ -77,11 +84,14 @@ class Fleet:
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
         self._resolved: Counter[str] = Counter(resolved or {})
+        self._given_up: dict[str, GivenUp] = {}
 
     def hear(self, heartbeat: Heartbeat) -> None:
         """A heartbeat was received now. Those of other runs and out-of-date ones are ignored."""
         if heartbeat.run_id != self._run_id:
             return
+        # Also the last words of who leaves.
+        self._given_up.update({request: GivenUp(heartbeat.incarnation, why) for request, why in heartbeat.given_up.items()})
         now = self._clock()
         seen = self._seen.get(heartbeat.incarnation)
         if heartbeat.leaving:
@@ -106,6 +116,11 @@ class Fleet:
     def group_resolved(self, incarnation: str, groups: int = 1) -> None:
         """Groups of this incarnation have been trained, dropped or dead-lettered."""
         self._resolved[incarnation] += groups
+
+    def take_given_up(self) -> dict[str, GivenUp]:
+        """By request, what producers have said since the last call that they gave up; each heartbeat says it anew."""
+        found, self._given_up = self._given_up, {}
+        return found
 
     def alive(self) -> list[ProducerStatus]:
         """Producers with a recent heartbeat, by name."""

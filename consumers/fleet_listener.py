@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from consumers.fleet import Fleet, ProducerStatus
+from consumers.fleet import Fleet, GivenUp, ProducerStatus
 from echo import control
 from echo.control import Grant
 from echo.errors import ControlError, EchoError
@@ -70,6 +70,11 @@ class FleetListener:
     def alive(self) -> list[ProducerStatus]:
         with self._lock:
             return self._fleet.alive()
+
+    def take_given_up(self) -> dict[str, GivenUp]:
+        """See `Fleet.take_given_up`."""
+        with self._lock:
+            return self._fleet.take_given_up()
 
     def windows(self) -> dict[str, int]:
         """The window of every live producer, by incarnation."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from consumers.dispatcher import Dispatcher, GivenUp
-from consumers.fleet import ProducerStatus
+from consumers.dispatcher import Dispatcher
+from consumers.fleet import GivenUp, ProducerStatus
 from consumers.groups import Group
 from consumers.intake import Intake
 from echo.control import Request
@@ -29,7 +29,7 @@ class Requester:
         intake: Intake,
         alive: Callable[[], Sequence[ProducerStatus]],
         send: Callable[[Sequence[Request]], None],
-        given_up: Callable[[], Mapping[str, GivenUp]] = dict,
+        given_up: Callable[[], Mapping[str, GivenUp]],
     ) -> None:
         self._dispatcher = dispatcher
         self._intake = intake

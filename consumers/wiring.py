@@ -160,7 +160,7 @@ def trainer_of(
         requester = None
         if run.mode == "sequential":
             send = partial(writer.ask, names.requests)
-            requester = Requester(_dispatcher(run), intake=intake, alive=fleet.alive, send=send)
+            requester = Requester(_dispatcher(run), intake=intake, alive=fleet.alive, send=send, given_up=fleet.take_given_up)
         shown = clients.open_shown()
         opened.callback(shown.close, _SHOW_S)
         checkpoints.supersede(loaded.step if loaded is not None else None)

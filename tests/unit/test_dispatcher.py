@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.dispatcher import MAX_ATTEMPTS, Dispatcher, GivenUp, UndeliverableGroupError
-from consumers.fleet import ProducerStatus
+from consumers.dispatcher import MAX_ATTEMPTS, Dispatcher, UndeliverableGroupError
+from consumers.fleet import GivenUp, ProducerStatus
 from consumers.ledger import Reason
 from echo.control import Request
 from tests.helpers import make_group

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.fleet import Fleet
+from consumers.fleet import Fleet, GivenUp
 from echo.control import Grant, Heartbeat
 from producers.window import Window
 
@@ -38,6 +38,19 @@ def beat(name: str, sequence: int, *, published: int = 0, created: float | None 
         "created": float(sequence) if created is None else created,
     }
     return Heartbeat(**(values | overrides))  # type: ignore[arg-type]
+
+
+def test_what_producers_gave_up_is_told_once_also_of_those_that_leave_with_it_and_of_no_other_run() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 0))
+    fleet.hear(beat("a.1", 1, given_up={"r/v1/s1/c0/0": "too large"}))
+    fleet.hear(beat("b.1", 0, given_up={"r/v1/s1/c1/0": "no prompt"}, leaving=True))
+    fleet.hear(beat("c.1", 0, given_up={"x/v1/s1/c1/0": "foreign"}, run_id="x"))
+    assert fleet.take_given_up() == {
+        "r/v1/s1/c0/0": GivenUp("a.1", "too large"),
+        "r/v1/s1/c1/0": GivenUp("b.1", "no prompt"),
+    }
+    assert fleet.take_given_up() == {}
 
 
 def make_fleet(clock: Clock, total: int = 12) -> Fleet:

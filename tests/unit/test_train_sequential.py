@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from consumers.dispatcher import MAX_ATTEMPTS, UndeliverableGroupError
 from consumers.train import Trainer
 from consumers.wiring import trainer_of
 from echo import codec, control, journal
@@ -236,6 +237,30 @@ def test_a_group_that_can_not_be_read_is_asked_for_again(model_path: str, tmp_pa
     again = [request for request in swarm.requests if request.issue]
     assert [request.group_ids for request in again] == [(f"{RUN_ID}/requested/v0-0-1", f"{RUN_ID}/requested/v0-1")]
     assert cluster.counts(run).dead_lettered == 1
+
+
+def test_a_call_that_no_producer_can_answer_ends_the_run_with_their_words(model_path: str, tmp_path: Path) -> None:
+    """One lives on and gives it up, the others end of it; nothing waits for a deadline."""
+    lives: list[str] = []
+
+    def deliver(swarm: Swarm, requests: list[Request]) -> None:
+        assert swarm._beats < 100, "the trainer hears none of it"
+        for request in requests:
+            if request.first_prompt != 2:
+                all_at_once(swarm, [request])
+                continue
+            name = request.producer.removesuffix(".1")
+            lives.append(name)
+            swarm.beat(name, sequence=10**6 + len(lives), given_up={request.request_id: "99 bytes"}, leaving=name != "a")
+            if name != "a":
+                swarm.names = ["a", f"b{len(lives)}"]
+
+    cluster = Cluster()
+    told = r"step 0 .* prompts 2 to 3 .* given up 8 times, by .*; the last time: 99 bytes"
+    with pytest.raises(UndeliverableGroupError, match=told):
+        train(sequential_run(model_path, tmp_path), cluster, Swarm(cluster, "a", "b0", deliver=deliver))
+    assert len(lives) == MAX_ATTEMPTS
+    assert len(set(lives)) > 2
 
 
 def test_a_waiting_trainer_says_which_groups_it_misses_and_at_whom(model_path: str, tmp_path: Path) -> None:
