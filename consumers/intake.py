@@ -23,7 +23,7 @@ from echo.config import OnStale
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
 from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
-from echo.trajectory import incarnation_of
+from echo.trajectory import Trajectory, incarnation_of
 
 # Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 20 MB.
 _REMEMBERED_GROUPS = 100_000
@@ -231,7 +231,8 @@ class Intake:
                 batch = [mask_older(group, self._newest - self._max_staleness) for group in batch]
                 self._masked_tokens += before - sum(_trained_tokens(group) for group in batch)
             # `announced` has thrown out what became stale: no stale token may pass this line, whatever happened before.
-            assert not any(self._is_stale(m.trajectory.oldest_trained_version) for group in batch for m in group.members)
+            oldest = min(self._oldest_trained(member.trajectory) for group in batch for member in group.members)
+            assert not self._is_stale(oldest), f"a token of version {oldest} at version {self._newest}"
             return batch
 
     def trained(self, batch: Iterable[Group], reason: Reason = Reason.TRAINED) -> None:
@@ -365,6 +366,9 @@ class Intake:
         if self._masks:
             return min(member.trajectory.max_policy_version for member in members)
         return min(member.trajectory.min_policy_version for member in members)
+
+    def _oldest_trained(self, trajectory: Trajectory) -> int:
+        return trajectory.oldest_trained_version if self._masks else trajectory.min_policy_version
 
     def _is_stale(self, version: int) -> bool:
         self._worst_staleness = max(self._worst_staleness, staleness(self._newest, version))
