@@ -1,6 +1,7 @@
 """Schedules, recomputed layers, adapters, the reference policy and the numbers that a step tells, on a tiny model."""
 
 import copy
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import Qwen3ForCausalLM
 
 from consumers import batching
+from consumers.groups import mask_older
 from consumers.learner import Learner
 from echo.config import RunConfig
 from echo.errors import CheckpointError, ConfigError
@@ -205,6 +207,48 @@ def test_run_files_take_adapters_by_their_defaults() -> None:
     run = RunConfig.model_validate({"run_id": "r", "model": {"path": "m"}, "learner": {"lora": {}}})
     assert run.learner.lora is not None
     assert (run.learner.lora.rank, run.learner.lora.alpha, run.learner.lora.target_modules) == (16, 32, "all-linear")
+
+
+@pytest.mark.parametrize(
+    ("objective", "correction", "normalization"),
+    [
+        ("ppo", "none", "token_mean"),
+        ("gspo", "token_tis", "sequence_mean"),
+        ("cispo", "sequence_tis", "fixed_length"),
+        ("ppo", "icepop", "sequence_mean"),
+        ("gspo", "trust_region", "fixed_length"),
+        ("cispo", "tapered", "token_mean"),
+        ("dpo", "none", "token_mean"),
+    ],
+)
+def test_a_token_that_is_masked_as_too_old_changes_no_bit(
+    model_path: str, objective: str, correction: str, normalization: str
+) -> None:
+    """How old it is and what its sampler gave it: not of the step's gradient, nor of its numbers. The best of each group has no
+    other token to train; it counts in the group's advantages alone."""
+    keys = {"objective": objective, "correction": correction, "normalization": normalization}
+    run = make_run(model_path, **keys, off_policy_mask=0.05, kl_coefficient=0.05)
+
+    def trained(version: int, logprob: float) -> tuple[dict[str, torch.Tensor], Any]:
+        members = [
+            {
+                "completion_ids": [index, 9, 7, 8 - index],
+                "logprobs": np.array([logprob, -2, index - 5, index - 5], np.float32),
+                "loss_mask": np.array([True, False, index != 3, index != 3]),
+                "spans": ((0, version), (2, 6), (3, 7)),
+            }
+            for index in range(4)
+        ]
+        groups = [make_group(4, number=number, rewards=[0, 3, 2, 5], members=members) for number in range(2)]
+        learner = Learner(run)
+        stats = learner.step([mask_older(group, 5) for group in groups], newest_version=7)
+        return weights(learner), dataclasses.replace(stats, seconds={})
+
+    (state, stats), (other_state, other_stats) = trained(1, -0.1), trained(4, -30.0)
+    assert_same(state, other_state)
+    assert stats == other_stats
+    assert (stats.skipped, stats.loss_tokens) == (False, 4 if objective == "dpo" else 12)
+    assert 0 < stats.grad_norm < math.inf
 
 
 @pytest.mark.parametrize(
