@@ -1,8 +1,8 @@
 """The messages between the two sides beside trajectories: announcements, progress, end of run, requests, heartbeats.
 
 Refuses to send or receive. JSON on the wire (low rate, readable in any Kafka tool), tagged by "type", unknown fields
-ignored. Key: "<run>/<type>" on the control topic, so that compaction keeps each run's newest of each type; the producer
-id on heartbeats, the producer's incarnation on requests.
+ignored. Key: "<run>/<type>" on the control topic, so that compaction keeps each run's newest of each type; "<run>/<producer>"
+on heartbeats, the producer's incarnation on requests.
 """
 
 from typing import TypeAlias

@@ -1,6 +1,6 @@
 """The log as Echo sees it: records, delivery reports, and the protocols of what sends, reads and asks. Pure, no client.
 
-Refuses to know Kafka's client: echo/kafka.py implements these protocols on it, tests/fakes/log.py in memory, and both pass
+Refuses to know Kafka's client: echo/kafka implements these protocols on it, tests/fakes/log.py in memory, and both pass
 the same contract tests (tests/contracts/test_log_contract.py).
 """
 

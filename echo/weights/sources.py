@@ -6,7 +6,7 @@ fetch what peers have, the rarest first. So each chunk leaves the origin about o
 Whoever finds nothing waits for the others, not for ever, and then asks the origin.
 
 Refuses to trust: who sent a wrong byte is avoided for minutes, who failed otherwise for seconds that double. Who no longer has
-what it said it had went on to a newer version, as everybody does: it is avoided until there is fresh word of it.
+what it said it had went on to a newer version, as everybody does: it is left alone for half a second.
 """
 
 import threading
