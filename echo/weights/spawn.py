@@ -35,14 +35,22 @@ class WeightServerProcess:
         """Serve the run's store, and return when /health answers.
 
         Call it from a thread that lives as long as the process: the kernel ends the child with the thread that started it.
-        Raises ConfigError, and WeightsError with the end of the child's log where it does not come up in time.
+        Raises ConfigError; WeightsError where its log can't be written, and with the end of that log where it does not come
+        up in time.
         """
         weights = run.weights
         check_token(weights.token)
         if weights.host in WILDCARDS and weights.url is None:
             raise ConfigError(f"weights.host is {weights.host!r}, which producers can't reach: set weights.url as well")
         deadline = time.monotonic() + deadline_s
-        log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log_path.write_bytes(b"")
+        except OSError as error:
+            raise WeightsError(
+                f"the weight server's log {log_path} can't be written: {error.strerror}. It lies beside weights.dir, which is "
+                f"{weights.dir}: set weights.dir to a folder in one that this process may write to"
+            ) from None
         receiving, sending = os.pipe()
         try:
             try:

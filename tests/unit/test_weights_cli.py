@@ -122,6 +122,15 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path, store: WeightSt
             WeightServerProcess.start(run_config(store, port=port), tmp_path / "log")
 
 
+@pytest.mark.parametrize("log", ["file/server.log", "."], ids=["no folder", "no file"])
+def test_a_log_that_cannot_be_written_names_the_setting(tmp_path: Path, log: str) -> None:
+    """The log lies beside the store, so that a store where nothing may be made fails here first."""
+    (tmp_path / "file").touch()
+    run = run_config(WeightStore(tmp_path / "file" / "weights"))
+    with pytest.raises(WeightsError, match=r"can't be written: (File exists|Is a directory).*weights\.dir, which is .*/weights:"):
+        WeightServerProcess.start(run, tmp_path / log)
+
+
 def test_the_server_ends_with_its_parent(tmp_path: Path, store: WeightStore) -> None:
     """kill -9 of the trainer leaves no server behind."""
     run_file = tmp_path / "run.yaml"
