@@ -21,6 +21,7 @@ from transformers.utils import logging as hf_logging
 from consumers.parallel import whole
 from echo.config import LoraConfig
 from echo.errors import ConfigError
+from echo.model_path import check_model_path, unloadable
 from echo.weights.manifest import HostTensor
 
 _ADAPTER = "default"
@@ -120,6 +121,7 @@ def host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> HostTensor:
 
 def _load(path: str) -> Any:
     """The model in float32, whole: never unpickled, and no tensor left to a random initialisation."""
+    check_model_path(path)
     hf_logging.disable_progress_bar()  # Standard error is for the log.
     try:
         config = AutoConfig.from_pretrained(path)
@@ -132,7 +134,7 @@ def _load(path: str) -> Any:
             path, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {path!r}: can't be loaded: {error}") from error
+        raise ConfigError(unloadable(path, "can't be loaded", error)) from error
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])

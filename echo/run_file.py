@@ -15,6 +15,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from echo.config import RunConfig
 from echo.errors import ConfigError
+from echo.model_path import names_folder
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -70,14 +71,14 @@ _TLS_FILES = ("tls_cert", "tls_key", "tls_ca")
 
 
 def _anchor(run: RunConfig, folder: Path) -> RunConfig:
-    """Make relative paths absolute. A model that exists beside the file is a folder, any other name a hub id."""
+    """Make relative paths absolute. A model that exists beside the file, or can be none else, is a folder."""
 
     def at(path: Path) -> Path:
         return path if path.is_absolute() else folder / path
 
     model = run.model
     local = at(Path(model.path).expanduser())
-    if local.exists():
+    if local.exists() or names_folder(model.path):
         model = model.model_copy(update={"path": str(local)})
     checkpoint = run.checkpoint.model_copy(update={"dir": at(run.checkpoint.dir)})
     if isinstance(checkpoint.resume, Path):

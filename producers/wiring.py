@@ -12,6 +12,7 @@ from echo.config import RunConfig, WeightsConfig
 from echo.errors import ConfigError
 from echo.kafka import KafkaLogProducer, KafkaLogReader
 from echo.metrics import ProducerMetrics
+from echo.model_path import check_model_path, unloadable
 from echo.preflight import check_cluster
 from echo.weights.client import WeightClient
 from echo.weights.peers import PeerNode
@@ -117,11 +118,11 @@ def load_tokenizer(path: str, *, chat: bool) -> Tokenizer:
     """
     from transformers import AutoTokenizer
 
+    check_model_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(f"model.path: {path} gives no tokenizer: {text[:300]}") from error
+        raise ConfigError(unloadable(path, "gives no tokenizer", error)) from error
     if not chat:
         return cast("Tokenizer", tokenizer)
     if not tokenizer.chat_template:

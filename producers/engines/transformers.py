@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from echo.config import RunConfig
 from echo.errors import EngineError
+from echo.model_path import check_model_path, unloadable
 from echo.trajectory import Sampling
 from echo.weights import canary
 from producers.engines import loading
@@ -63,8 +64,12 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
         options = {} if attention is None else {"attn_implementation": attention}
+        check_model_path(model)
         try:
             config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError, ImportError) as error:
+            raise EngineError(unloadable(model, "can't be loaded", error)) from error
+        try:
             with self._device:
                 self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **options)
         except (OSError, ValueError, ImportError, RuntimeError) as error:

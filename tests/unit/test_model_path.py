@@ -1,0 +1,64 @@
+"""`model.path` that is neither a folder nor on the hub: both commands say the same, in one line, and ask nobody in vain."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from consumers.model import Policy
+from echo.errors import EchoError
+from echo.model_path import names_folder, unloadable
+from echo.run_file import load
+from producers.engines.transformers import TransformersEngine
+from producers.wiring import load_tokenizer
+
+LOADERS: list[Callable[[str], object]] = [
+    lambda path: Policy(path, lora=None, recompute=False),
+    lambda path: load_tokenizer(path, chat=False),
+    lambda path: TransformersEngine(path, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=["trainer", "tokenizer", "engine"])
+def test_a_missing_folder_is_named_and_looked_for_nowhere_else(tmp_path: Path, loader: Callable[[str], object]) -> None:
+    with pytest.raises(EchoError) as caught:
+        loader(str(tmp_path / "missing"))
+    assert str(caught.value) == f"model.path: {tmp_path}/missing is no folder"
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=["trainer", "tokenizer", "engine"])
+def test_what_is_no_folder_and_not_on_the_hub_names_both(loader: Callable[[str], object]) -> None:
+    """The hub refuses a name with a blank without being asked over the network."""
+    with pytest.raises(EchoError, match=r"model\.path: no folder no model beside .*the hub did not give it: Repo id"):
+        loader("no model")
+
+
+def test_what_was_found_and_is_of_no_use_is_not_blamed_on_the_hub() -> None:
+    """And a message of several lines becomes one."""
+    assert unloadable("org/model", "gives no tokenizer", ValueError("no\n  such type")) == (
+        "model.path: org/model gives no tokenizer: no such type"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/m", True),
+        ("./m", True),
+        ("../m", True),
+        ("~/m", True),
+        ("runs/a/model", True),
+        ("Qwen/Qwen3-0.6B", False),
+        ("gpt2", False),
+    ],
+)
+def test_a_hub_id_is_told_from_a_folder(path: str, expected: bool) -> None:
+    assert names_folder(path) is expected
+
+
+@pytest.mark.parametrize("path", ["./missing", "runs/a/missing"])
+def test_a_missing_folder_is_one_beside_the_run_file(tmp_path: Path, path: str) -> None:
+    """Wherever the command runs."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run_id: r\nmodel: {{path: {path}}}\n")
+    assert load(file).model.path == str(tmp_path / path)
