@@ -10,6 +10,7 @@ two that were read one after the other never shows up, and intervals may run acr
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from echo.journal import Interval, merged
@@ -90,19 +91,17 @@ class Resolved:
 
 
 class _PartitionLedger:
-    """One partition: offsets read and not resolved, and those read since the oldest of them."""
+    """One partition: offsets read and not resolved, in rising order. All others below the position are resolved."""
 
     def __init__(self, start: int, resolved: Sequence[Interval]) -> None:
         self.position = start
-        self.pending: set[int] = set()
-        self.order: deque[int] = deque()
+        # For its order alone: what is resolved above one that waits must take no memory.
+        self.pending: dict[int, None] = {}
         self.carried = deque(sorted((first, end) for first, end in resolved if end > start))
 
     @property
     def frontier(self) -> int:
-        while self.order and self.order[0] not in self.pending:
-            self.order.popleft()
-        return self.order[0] if self.order else self.position
+        return next(iter(self.pending), self.position)
 
     def was_resolved(self, offset: int) -> bool:
         while self.carried and self.carried[0][1] <= offset:
@@ -111,20 +110,10 @@ class _PartitionLedger:
 
     def resolved_above(self) -> list[Interval]:
         """Resolved offsets in [frontier, position) and what a checkpoint carried above the position."""
-        frontier = self.frontier
-        found: list[Interval] = []
-        begin: int | None = None
-        for offset in self.order:
-            if offset in self.pending:
-                if begin is not None:
-                    found.append((begin, offset))
-                    begin = None
-            elif begin is None:
-                begin = offset
-        if begin is not None:
-            found.append((begin, self.position))
+        edges = [*self.pending, self.position] if self.pending else []
+        found = [(below + 1, above) for below, above in pairwise(edges) if below + 1 < above]
         found.extend((max(first, self.position), end) for first, end in self.carried if end > self.position)
-        return [interval for interval in found if interval[1] > frontier]
+        return found
 
 
 class Ledger:
@@ -164,9 +153,8 @@ class Ledger:
         assert offset >= ledger.position, f"partition {partition}: offset {offset} after position {ledger.position}"
         done = bool(ledger.carried) and ledger.was_resolved(offset)
         ledger.position = offset + 1
-        ledger.order.append(offset)
         if not done:
-            ledger.pending.add(offset)
+            ledger.pending[offset] = None
             self.read += 1
         return not done
 
@@ -174,21 +162,19 @@ class Ledger:
         """The record is done with. Resolving it twice, or one never read, is an AssertionError."""
         ledger = self._partitions[partition]
         assert offset in ledger.pending, f"partition {partition}: offset {offset} is not pending ({reason})"
-        ledger.pending.remove(offset)
+        del ledger.pending[offset]
         self.resolved[reason] += 1
         self._newly_resolved.add(partition, offset, reason)
 
     def pass_over(self, partition: int, offset: int, reason: Reason) -> None:
         """A record was read and is resolved at once: `begin` and `resolve` in one, for where many are dropped."""
         ledger = self._partitions[partition]
-        if ledger.carried or ledger.pending:
+        if ledger.carried:
             if self.begin(partition, offset):
                 self.resolve(partition, offset, reason)
             return
         assert offset >= ledger.position, f"partition {partition}: offset {offset} after position {ledger.position}"
-        # Nothing is open below: the frontier moves with the position.
         ledger.position = offset + 1
-        ledger.order.clear()
         self.read += 1
         self.resolved[reason] += 1
         self._newly_resolved.add(partition, offset, reason)

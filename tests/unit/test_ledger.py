@@ -1,6 +1,7 @@
 """Every record read is resolved exactly once, and a checkpoint loses none and trains none twice."""
 
 import itertools
+import sys
 
 import pytest
 from hypothesis import given
@@ -125,3 +126,20 @@ def test_many_records_in_a_row_are_one_run() -> None:
     for offset in range(100_000):
         found.add(0, offset, Reason.STALE)
     assert sum(len(runs) for runs in found._runs.values()) == 1
+
+
+def test_what_is_resolved_above_one_pending_record_takes_no_memory_for_each() -> None:
+    """One dead letter that waits for hours, while all else is dropped."""
+    ledger = Ledger([0])
+    for start in (0, 50_000):
+        ledger.begin(0, start)
+    before = _bytes_of(ledger)
+    for offset in range(50_001, 60_000):
+        ledger.pass_over(0, offset, Reason.STALE)
+    assert ledger.state()["above"] == {"0": [[1, 50_000], [50_001, 60_000]]}
+    assert _bytes_of(ledger) < before + 1000
+
+
+def _bytes_of(ledger: Ledger) -> int:
+    """Of the containers of partition 0: the numbers in them come on top."""
+    return sum(sys.getsizeof(found) for found in vars(ledger._partitions[0]).values())
