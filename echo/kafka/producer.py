@@ -3,8 +3,10 @@
 Refuses to lose a record in silence: each one that was taken gets a delivery report, whatever happens.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -37,6 +39,11 @@ _PRODUCER_DEFAULTS: dict[str, Any] = {
     "partitioner": "murmur2_random",
     "allow.auto.create.topics": False,
 }
+
+# A transaction's errors come back from the call that they end; the client would put those that are final on standard error too.
+_SILENT = logging.getLogger("echo.kafka.transactions")
+_SILENT.addHandler(logging.NullHandler())
+_SILENT.propagate = False
 
 # How long one blocking call may hold off Python's signal handlers, seconds.
 _SLICE_S = 0.5
@@ -85,13 +92,17 @@ class KafkaLogProducer:
     def flush(self, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
         while True:
-            left: int = self._producer.flush(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
+            try:
+                left: int = self._producer.flush(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
+            except KafkaException:
+                # The producer can't go on: `send` and `poll` say so, and what ended a process is not to be hidden by its end.
+                return len(self._producer)
             if left == 0 or time.monotonic() >= deadline:
                 return left
 
     def close(self) -> None:
         self._producer.purge()
-        self._producer.flush(1.0)
+        self.flush(1.0)
 
     @property
     def last_error(self) -> str:
@@ -120,6 +131,7 @@ class TransactionalProducer:
         conf["delivery.timeout.ms"] = timeout_ms
         conf["linger.ms"] = 0
         conf["error_cb"] = ClientErrors(client_id)
+        conf["logger"] = _SILENT
         self._producer = build(Producer, conf)
         # The end of a transaction that the broker has not confirmed: to be finished before the next one begins.
         self._unfinished: Callable[[float], None] | None = None
@@ -147,7 +159,9 @@ class TransactionalProducer:
         self._finish(self._producer.commit_transaction, deadline, f"committing to {topic}")
 
     def close(self) -> None:
-        self._producer.flush(0)
+        # It repeats what ended the producer, which `send` has said.
+        with suppress(KafkaException):
+            self._producer.flush(0)
 
     def _finish(self, end: Callable[[float], None], deadline: float, doing: str) -> None:
         self._unfinished = end

@@ -137,6 +137,25 @@ def test_announcing_goes_on_after_the_broker_was_away(
         assert values.count(b"away-a") == values.count(b"away-b")
 
 
+def test_who_is_fenced_in_mid_transaction_closes_without_another_error(
+    apache: RunningBroker, create_topic: CreateTopic, topic_prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does the client write to standard error what `send` raised."""
+    topic = create_topic(apache, "fenced")
+    first = TransactionalProducer(settings_of(apache), transactional_id=topic_prefix + "run", client_id="t-tx")
+    first.send(topic, [(b"run", b"first")])
+    first._producer.begin_transaction()
+    first._producer.produce(topic, key=b"run", value=b"never")
+    assert first._producer.flush(DEADLINE_S) == 0
+    second = TransactionalProducer(settings_of(apache), transactional_id=topic_prefix + "run", client_id="t-tx")
+    with pytest.raises(FencedError):
+        first._finish(first._producer.commit_transaction, time.monotonic() + DEADLINE_S, "committing")
+    first.close()
+    second.send(topic, [(b"run", b"second")])
+    second.close()
+    assert "FATAL" not in capfd.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def three_nodes(apache_plan: BrokerPlan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApacheBroker]:
     # A dead node is noticed after its session, 9 s by default.
