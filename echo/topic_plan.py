@@ -5,7 +5,7 @@ show before; settings that topics.yaml does not name are shown and left alone. W
 because". Where a broker does not report a setting, it is said to be unknown, never assumed to be right or wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -207,7 +207,7 @@ def _same(key: str, reported: str, wanted: str) -> bool:
 def check(spec: Spec, actual: Actual) -> list[Finding]:
     """Every promise of `spec`, kept or not, in the order of the file. An error wherever `plan` finds a difference."""
     difference = plan(spec, actual)
-    wrong = {(c.topic, "exists"): "does not exist; to be created" for c in difference.creates}
+    wrong = {(c.topic, "exists"): "no; `echo-topics apply` creates it" for c in difference.creates}
     wrong |= {(i.topic, "partitions"): f"{i.before}, promised {i.after}" for i in difference.partition_increases}
     wrong |= {(c.topic, c.key): f"{c.before}, promised {c.after}" for c in difference.setting_changes}
     for refusal in difference.not_done:
@@ -234,7 +234,7 @@ def check(spec: Spec, actual: Actual) -> list[Finding]:
 def preflight(spec: Spec, actual: Actual, limits: LimitsConfig) -> list[Finding]:
     """What would stop or harm a run on these topics: errors and warnings only, less strict than `check`."""
     findings: list[Finding] = []
-    for role, name, _ in spec.topics():
+    for role, name, topic in spec.topics():
         found = actual.topics.get(name)
         if found is None:
             findings.append(Finding(name, "exists", "error", "does not exist"))
@@ -251,10 +251,12 @@ def preflight(spec: Spec, actual: Actual, limits: LimitsConfig) -> list[Finding]
         needed = {"trajectories": limits.record_bytes, "dead_letter": limits.record_bytes + OVERHEAD_BYTES}.get(role, 0)
         taken = _reported(found, "max.message.bytes")
         if taken is not None and int(taken) < needed:
-            message = (
-                f"max.message.bytes is {taken}, and limits.record_bytes {limits.record_bytes} needs {needed}: raise the one in "
-                f"{spec.source}, or lower the other in the run file"
-            )
+            message = f"max.message.bytes is {taken}, and limits.record_bytes {limits.record_bytes} needs {needed}: "
+            promised = int(topic.config.get("max.message.bytes", "0"))
+            if promised >= needed:
+                message += f"{spec.source} has {promised}, and `echo-topics apply` sets it"
+            else:
+                message += f"raise it in {spec.source} for `echo-topics apply`, or lower the other in the run file"
             findings.append(Finding(name, "max.message.bytes", "error", message))
         insync = _reported(found, "min.insync.replicas")
         if insync is not None and int(insync) > found.replication:
@@ -267,6 +269,14 @@ def preflight(spec: Spec, actual: Actual, limits: LimitsConfig) -> list[Finding]
             message = f"retention.ms is {kept_ms}: what nobody has read after {int(kept_ms) / 1000:g} s is lost"
             findings.append(Finding(name, "retention.ms", "warning", message))
     return findings
+
+
+def mended(difference: Plan, findings: Iterable[Finding]) -> int:
+    """How many of the errors are about something that `apply` would do."""
+    done = {(item.topic, "exists") for item in difference.creates}
+    done |= {(item.topic, "partitions") for item in difference.partition_increases}
+    done |= {(item.topic, item.key) for item in difference.setting_changes}
+    return sum(item.level == "error" and (item.topic, item.check) in done for item in findings)
 
 
 def _reported(found: ActualTopic, key: str) -> str | None:

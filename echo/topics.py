@@ -25,6 +25,7 @@ from echo.topic_plan import (
     Reported,
     check,
     format_plan,
+    mended,
     plan,
     plan_json,
     preflight,
@@ -44,6 +45,7 @@ __all__ = [
     "check",
     "format_plan",
     "load",
+    "mended",
     "of_run",
     "plan",
     "plan_json",
@@ -98,9 +100,12 @@ def require(spec: Spec, actual: Actual, limits: LimitsConfig) -> None:
             log.warning("topic may harm the run", topic=finding.topic, problem=finding.message)
     problems = [f"{finding.topic}: {finding.message}" for finding in findings if finding.level == "error"]
     if problems:
+        remedy = (
+            f", `echo-topics apply` mends {n} of these {len(problems)}" if (n := mended(plan(spec, actual), findings)) else ""
+        )
         raise TopicError(
-            f"the topics do not fit {spec.source}: {'; '.join(problems)}. `echo-topics plan` shows all differences, "
-            "`echo-topics apply` is the remedy"
+            f"the topics do not fit {spec.source} and the run file: {'; '.join(problems)}. "
+            f"`echo-topics plan` shows all differences{remedy}"
         )
 
 

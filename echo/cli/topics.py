@@ -139,7 +139,7 @@ def check_command(
     as_json: base.Json = False,
 ) -> int:
     """Check every promise of topics.yaml, and what a run needs. Status 0: all kept (or unknown), 1: not."""
-    from echo.topics import check, preflight
+    from echo.topics import check, mended, plan, preflight
 
     target = base.target(run_file, bootstrap, settings, prefix, timeout)
     _, spec, actual = _look(target, file)
@@ -151,7 +151,9 @@ def check_command(
         _show_json({"ok": errors == 0, "findings": [item._asdict() for item in findings]})
     else:
         _show("\n".join(f"{_LEVEL_MARKS[item.level]}{item.topic}: {item.check}: {item.message}" for item in findings))
-        typer.echo(f"{len(findings)} checks, {errors} failed.")
+        mends = mended(plan(spec, actual), findings)
+        remedy = f" `echo-topics apply` mends {'them' if mends == errors else mends}." if mends else ""
+        typer.echo(f"{len(findings)} checks, {errors} failed.{remedy}")
     return 1 if errors else 0
 
 

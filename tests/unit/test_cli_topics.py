@@ -75,7 +75,10 @@ def test_plan_then_apply_then_nothing_left(run: Run, admin: KafkaLogAdmin, topic
     status, out, _ = run("plan")
     assert status == 2
     assert f"+ {topic_prefix}trajectories: create, partitions 8, replication 1" in out
-    assert run("check")[0] == 1
+    status, out, _ = run("check")
+    assert status == 1
+    assert "trajectories: exists: no; `echo-topics apply` creates it" in out
+    assert out.endswith("5 checks, 5 failed. `echo-topics apply` mends them.\n")
     assert named(admin, topic_prefix) == {}, "looking created nothing"
 
     status, out, _ = run("apply", "--yes", "--json")

@@ -1,5 +1,6 @@
 """topics.yaml, plan, check and preflight: pure, no broker."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from echo.topics import (
     check,
     format_plan,
     load,
+    mended,
     plan,
     preflight,
     require,
@@ -324,7 +326,7 @@ def test_every_problem_is_said_at_once_with_the_remedy() -> None:
         "trajectories: max.message.bytes is 1000000, and limits.record_bytes 16777216",
         "requests: min.insync.replicas 2 is above the replication factor 1",
         "heartbeats: does not exist",
-        "echo-topics apply",
+        "`echo-topics apply` mends 3 of these 5",
     ):
         assert part in said
 
@@ -335,6 +337,30 @@ def test_a_dead_letter_must_fit_with_its_reason() -> None:
     assert [(item.topic, item.check) for item in preflight(spec, tight, LimitsConfig())] == [
         ("dead_letter", "max.message.bytes")
     ]
+
+
+def test_a_message_limit_that_is_too_small_names_where_it_is(tmp_path: Path) -> None:
+    """On the broker, where `echo-topics apply` mends it, or in the file."""
+    small = "1000000"
+    [found] = preflight(load(), with_setting(as_promised(load()), "trajectories", "max.message.bytes", small), LimitsConfig())
+    assert re.search(
+        r"max\.message\.bytes is 1000000, .*topics\.yaml has \d{8}, and `echo-topics apply` sets it$", found.message
+    )
+    file = write(tmp_path)
+    wide = LimitsConfig(record_bytes=100 * 2**20)
+    messages = [item.message for item in preflight(load(file), as_promised(load(file)), wide)]
+    assert len(messages) == 2
+    assert all(f"raise it in {file} for `echo-topics apply`" in message for message in messages)
+
+
+def test_only_what_apply_would_do_counts_as_mended() -> None:
+    spec = load()
+    actual = with_topic(as_promised(spec), "control", partitions=4)
+    actual = with_setting(actual, "trajectories", "max.message.bytes", "1000000")
+    actual = replace(actual, topics={name: topic for name, topic in actual.topics.items() if name != "heartbeats"})
+    findings = check(spec, actual)
+    assert sum(item.level == "error" for item in findings) == 3
+    assert mended(plan(spec, actual), findings) == 2
 
 
 def test_what_the_broker_does_not_report_is_not_held_against_it() -> None:
