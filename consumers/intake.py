@@ -278,15 +278,14 @@ class Intake:
             )
 
     def frontiers(self) -> dict[int, int]:
-        """Per partition, the lowest offset not resolved."""
+        """Per partition, the lowest offset not resolved; those of which nothing was read are not named."""
         with self._changed:
             return self._ledger.frontiers()
 
     def unresolved_span(self) -> dict[int, int]:
         """Per partition, offsets between the frontier and the next one to read."""
         with self._changed:
-            frontiers = self._ledger.frontiers()
-            return {number: position - frontiers[number] for number, position in self._ledger.positions().items()}
+            return self._ledger.unresolved_span()
 
     # Inside the lock.
 

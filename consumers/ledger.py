@@ -93,11 +93,17 @@ class Resolved:
 class _PartitionLedger:
     """One partition: offsets read and not resolved, in rising order. All others below the position are resolved."""
 
-    def __init__(self, start: int, resolved: Sequence[Interval]) -> None:
-        self.position = start
+    def __init__(self, start: int | None, resolved: Sequence[Interval]) -> None:
+        self.position = start or 0
+        self._started = start is not None
         # For its order alone: what is resolved above one that waits must take no memory.
         self.pending: dict[int, None] = {}
-        self.carried = deque(sorted((first, end) for first, end in resolved if end > start))
+        self.carried = deque(sorted((first, end) for first, end in resolved if end > self.position))
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it was ever read: before that nobody knows where it starts."""
+        return self._started or self.position > 0
 
     @property
     def frontier(self) -> int:
@@ -129,7 +135,7 @@ class Ledger:
         positions = {int(number): int(offset) for number, offset in state.get("frontier", {}).items()}
         above = {int(number): [(a, b) for a, b in pairs] for number, pairs in state.get("above", {}).items()}
         self._partitions = {
-            number: _PartitionLedger(positions.get(number, 0), above.get(number, ()))
+            number: _PartitionLedger(positions.get(number), above.get(number, ()))
             for number in sorted({*partitions, *positions})
         }
         self._newly_resolved = Resolved()
@@ -185,12 +191,16 @@ class Ledger:
         return taken
 
     def frontiers(self) -> dict[int, int]:
-        """Per partition, the offset to read from after a restart."""
-        return {number: ledger.frontier for number, ledger in self._partitions.items()}
+        """Per partition, the offset to read from after a restart.
 
-    def positions(self) -> dict[int, int]:
-        """Per partition, the next offset to read."""
-        return {number: ledger.position for number, ledger in self._partitions.items()}
+        A partition of which nothing was read is not named: it is read from its beginning, which need not be 0, since retention
+        may have moved it, and offset 0 would then be an error.
+        """
+        return {number: ledger.frontier for number, ledger in self._partitions.items() if ledger.begun}
+
+    def unresolved_span(self) -> dict[int, int]:
+        """Per partition, offsets between the frontier and the next one to read."""
+        return {number: ledger.position - ledger.frontier for number, ledger in self._partitions.items()}
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint: frontiers, resolved intervals above them, and the counts of what is resolved."""

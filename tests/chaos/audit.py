@@ -100,7 +100,7 @@ def _resolved(lines: list[dict]) -> tuple[dict[tuple[int, int], list[str]], list
 def _is_pending(ledger: dict, place: tuple[int, int]) -> bool:  # type: ignore[type-arg]
     """Whether a trainer that goes on from this checkpoint takes the record up."""
     partition, offset = str(place[0]), place[1]
-    if offset < ledger["frontier"][partition]:
+    if offset < ledger["frontier"].get(partition, 0):
         return False
     return not any(first <= offset < end for first, end in ledger["above"][partition])
 

@@ -32,6 +32,19 @@ def test_the_frontier_is_the_lowest_unresolved_offset() -> None:
     assert ledger.frontiers() == {0: 9}
 
 
+def test_a_partition_is_named_in_a_checkpoint_once_anything_of_it_was_read() -> None:
+    """Its first record need not have offset 0: where retention moved the start, a restart at 0 would be an error."""
+    ledger = Ledger([0, 1, 2])
+    ledger.begin(1, 0)
+    ledger.pass_over(2, 7, Reason.STALE)
+    state = ledger.state()
+    assert state["frontier"] == {"1": 0, "2": 8}
+    assert ledger.unresolved_span() == {0: 0, 1: 1, 2: 0}
+    again = Ledger([0, 1, 2], state)
+    assert again.frontiers() == {1: 0, 2: 8}
+    assert again.state() == state
+
+
 def test_resolving_twice_or_unread_is_an_error() -> None:
     ledger = Ledger([0])
     ledger.begin(0, 5)
@@ -66,7 +79,7 @@ def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, 
         ledger = Ledger(logs, state)
         mine = dict(durable)
         pending: list[tuple[int, int]] = []
-        unread = {p: [o for o in offsets if o >= ledger.frontiers()[p]] for p, offsets in logs.items()}
+        unread = {p: [o for o in offsets if o >= ledger.frontiers().get(p, 0)] for p, offsets in logs.items()}
         actions = 10**6 if life is None else life * 5
         while actions > 0 and (pending or any(unread.values())):
             actions -= 1

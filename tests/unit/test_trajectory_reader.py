@@ -1,7 +1,8 @@
 """The trainer's reading thread: dead letters wait, are tried again, stop reading when too many wait; no failure is silent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,7 +13,7 @@ from consumers.intake import DeadLetter, Intake
 from consumers.ledger import Ledger, Reason
 from consumers.reader import TrajectoryReader
 from echo.errors import EchoError
-from echo.log import BEGINNING, LogReader, LogRecord
+from echo.log import LogReader, LogRecord
 from tests.eventually import eventually
 from tests.fakes.log import FakeLog, FakeProducer, FakeReader
 from tests.helpers import RUN_ID
@@ -32,14 +33,14 @@ def letter(offset: int, size: int = 10) -> DeadLetter:
     return DeadLetter(LogRecord(TOPIC, 0, offset, None, [("h", None)], b"v" * size, 0), Reason.CORRUPT, "why")
 
 
-def make_intake() -> Intake:
+def make_intake(state: Mapping[str, Any] | None = None) -> Intake:
     return Intake(
         run_id=RUN_ID,
         max_staleness=1,
         groups_per_step=1,
         buffer_bytes=2**30,
         group_deadline_s=60.0,
-        ledger=Ledger([0]),
+        ledger=Ledger([0], state),
         newest_version=0,
         vocabulary=100,
         clock=lambda: 0.0,
@@ -54,7 +55,7 @@ def reading(log: FakeLog, intake: Intake, reader: LogReader | None = None) -> It
         producer=FakeProducer(log),
         topic=TOPIC,
         partitions=1,
-        frontiers={0: BEGINNING},
+        frontiers=intake.frontiers(),
         dead_letter_topic=DEAD,
     )
     trajectories.start()
@@ -113,6 +114,22 @@ def test_reading_stops_while_too_many_letters_wait(monkeypatch: pytest.MonkeyPat
         eventually(lambda: intake.stats().resolved.get(Reason.CORRUPT) == 1000, "all letters are written")
         eventually(lambda: not trajectories.paused, "the reader goes on")
     assert len(log.records(DEAD)) == 1000
+
+
+def test_a_restart_reads_a_partition_that_was_never_read_from_where_it_begins() -> None:
+    """The topic was used before, and retention has deleted what it held: offset 0 is gone."""
+    log = FakeLog()
+    log.create_topic(TOPIC)
+    log.create_topic(DEAD)
+    with log.changed:
+        log.append(TOPIC, b"k", b"of another run", [])
+    log.delete_before((TOPIC, 0), 1)
+    intake = make_intake(make_intake().settle(with_state=True).state)
+    with reading(log, intake):
+        with log.changed:
+            log.append(TOPIC, b"k", b"poison", [])
+        eventually(lambda: intake.stats().resolved.get(Reason.CORRUPT) == 1, "the record is read")
+    assert intake.frontiers() == {0: 2}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
