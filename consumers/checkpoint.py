@@ -1,25 +1,29 @@
 """Checkpoints: model, optimiser and read positions as one atomic, verified unit on disk.
 
 Refuses pickle: tensors are safetensors, everything else is JSON. Refuses to know what the learner's meta or the reader's part
-mean. One folder belongs to one run, and one process writes it at a time.
+mean. One folder belongs to one run, and one process writes it at a time (`held`).
 
     checkpoints/
       step-0000010/  state.safetensors   meta.json
       step-0000012/  ...
       .tmp-...       unfinished or on its way out: never read, removed by the next save
+      .lock          held by the trainer at work, with its process id; the kernel frees it when that ends in any way
 
 Atomic: everything is written and synced under a temporary name, then renamed; so a folder named `step-*` is whole, whatever was
 killed when. Verified all the same on load: meta.json carries the blake3 digest of the tensor file and of itself.
 A start from step s supersedes checkpoints of later steps (`supersede`): they are of a lineage that was abandoned (a damaged one
-that the run went on without, or the run's earlier life when it was started over or set back). So does a save at step s.
+that the run went on without, or the run's earlier life when it was started over or set back). A save removes none of them: on a
+file system without locks they may be of a trainer that took over.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +35,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from echo.errors import CheckpointError
+from echo.waiting import Watch
 
 log = structlog.get_logger("checkpoint")
 
-FORMAT = 1
+FORMAT = 2
 TENSORS = "state.safetensors"
 META = "meta.json"
+LOCK = ".lock"
 _TEMPORARY = ".tmp-"
+_LOOK_S = 0.05
 _NAME = re.compile(r"^step-(\d{7,})(\.previous)?$")
 
 
@@ -79,6 +86,37 @@ class CheckpointStore:
         self.keep = keep
         self._loaded: Path | None = None
 
+    def check(self, resume: Path | str) -> None:
+        """What can be said before anything is taken over. Raises CheckpointError: a foreign folder, a missing checkpoint."""
+        self._refuse_foreign()
+        if isinstance(resume, Path):
+            self._check_named(resume)
+
+    @contextmanager
+    def held(self, *, stopping: Callable[[], bool], waiting_s: float) -> Iterator[None]:
+        """Have the folder to ourselves. Waits for whom we have taken over from, and says so.
+
+        Raises CheckpointError where the folder can't be made, or a stop is asked for meanwhile.
+        """
+        lock = self.dir / LOCK
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.dir: {self.dir} can't be written: {error}: choose another folder") from None
+        try:
+            watch = Watch(f"{self.dir} to be free", lambda: _held_by(descriptor), limit_s=waiting_s)
+            while not _locked(descriptor):
+                if stopping():
+                    raise CheckpointError(f"stopped while waiting for {self.dir}: {_held_by(descriptor)}")
+                watch.check()
+                time.sleep(_LOOK_S)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
     def save(
         self,
         step: int,
@@ -100,7 +138,7 @@ class CheckpointStore:
             temporary.mkdir(parents=True)
             self._write(temporary, step, tensors, meta, policy_version, reader)
             self._put(temporary, target)
-            self._prune(step)
+            self._prune()
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"checkpoint {target}: can't be written: {error}; the ones before it still stand") from error
@@ -130,7 +168,12 @@ class CheckpointStore:
 
     def load(self, path: Path) -> Loaded:
         """This very checkpoint, which may lie outside `dir` (a copy). Raises CheckpointError where it is missing or damaged."""
-        self._refuse_foreign()
+        self.check(path)
+        loaded = self._load(path)
+        self._loaded = path
+        return loaded
+
+    def _check_named(self, path: Path) -> None:
         if not (path / META).is_file():
             known = ", ".join(found.name for _, _, found in self._finished()) or "none"
             raise CheckpointError(
@@ -142,9 +185,6 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{path}: is a checkpoint of run {owner!r}, and this is run {self.run_id!r}: resume from one of its own"
             )
-        loaded = self._load(path)
-        self._loaded = path
-        return loaded
 
     def supersede(self, step: int | None) -> None:
         """The run goes on from `step` (None: from its beginning): remove the checkpoints after it.
@@ -220,12 +260,10 @@ class CheckpointStore:
         temporary.rename(target)
         _sync(self.dir)
 
-    def _prune(self, step: int) -> None:
+    def _prune(self) -> None:
         kept = 0
-        for number, current, path in self._finished():
-            if number > step:
-                log.warning("removing a checkpoint of an abandoned lineage", path=str(path), saved_step=step)
-            elif current or not path.with_suffix("").exists():
+        for _, current, path in self._finished():
+            if current or not path.with_suffix("").exists():
                 kept += 1
                 if kept <= self.keep or path == self._loaded:
                     continue
@@ -255,6 +293,22 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: can't be read: {error}") from error
         return Loaded(path, found.step, found.policy_version, tensors, found.meta, found.reader)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _held_by(descriptor: int) -> str:
+    holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+    return (
+        f"another trainer of this run is at work there (process {holder} on its host); it is fenced and ends at its next "
+        "message. If it hangs, end it"
+    )
 
 
 def _read_meta(path: Path) -> _Meta:

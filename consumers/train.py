@@ -207,6 +207,7 @@ class Trainer:
             tensors, meta = self._learner.state()
             reader: dict[str, Any] = {
                 "cluster_id": self._cluster_id,
+                "journal_lines": self._journal.lines,
                 "ledger": state,
                 "groups_resolved": self._fleet.resolved(),
                 "abandoned": [list(interval) for interval in self._abandoned],

@@ -93,19 +93,23 @@ def trainer_of(
     """Open everything that the run file names; close it in reverse. team: the ranks that it leads. Raises EchoError."""
     names = clients.topics
     checkpoints = CheckpointStore(run.checkpoint.dir, run.run_id, run.checkpoint.keep)
-    loaded = _loaded(checkpoints, run.checkpoint.resume)
-    restored: Mapping[str, Any] = {}
+    # What is wrong with us must show before we end an older trainer.
+    checkpoints.check(run.checkpoint.resume)
     learner = Learner(run, team)
-    if loaded is not None:
-        _refuse_other_cluster(loaded, clients.cluster_id)
-        log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)
-        learner.load_state(loaded.tensors, loaded.meta)
-        restored = loaded.reader
     with ExitStack() as opened:
         server_url, check_children = _weight_server(run, opened)
-        # From here on an older trainer of this run is fenced, so what it announced can be read to the end.
+        # From here on an older trainer of this run is fenced, so what it announced can be read to the end; once it has left
+        # its folder, what it saved last is what we go on from.
         writer = ControlWriter(clients.open_control(), names.control)
         opened.callback(writer.close)
+        opened.enter_context(checkpoints.held(stopping=stop.is_set, waiting_s=run.limits.waiting_s))
+        loaded = _loaded(checkpoints, run.checkpoint.resume)
+        restored: Mapping[str, Any] = {}
+        if loaded is not None:
+            _refuse_other_cluster(loaded, clients.cluster_id)
+            log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)
+            learner.load_state(loaded.tensors, loaded.meta)
+            restored = loaded.reader
         told = _read_told(run, clients)
         writer.go_on_after(told.sequence)
         intake = Intake(
@@ -164,7 +168,7 @@ def trainer_of(
         shown = clients.open_shown()
         opened.callback(shown.close, _SHOW_S)
         checkpoints.supersede(loaded.step if loaded is not None else None)
-        journal = Journal(run.checkpoint.dir, through_step=loaded.step if loaded is not None else None)
+        journal = Journal(run.checkpoint.dir, lines=loaded.reader["journal_lines"] if loaded is not None else 0)
         opened.callback(journal.close)
         trainer = Trainer(
             run,

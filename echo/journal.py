@@ -1,7 +1,7 @@
 """The run's journal: one JSON line per optimiser step, saying exactly which records it resolved and how.
 
-Refuses to be a second truth: a checkpoint says how far the journal counts (`step`); lines after it are cut off on resume,
-since their steps are done again. With it, produced = trained + dropped + dead-lettered + pending can be counted from the
+Refuses to be a second truth: a checkpoint says how many lines of the journal count; those after them are cut off on resume,
+since what they say is done again. With it, produced = trained + dropped + dead-lettered + pending can be counted from the
 log by anyone, and a step's batch can be found again.
 
     {"step": 3, "version": 3, "resolved": {"trained": {"0": [[16, 32]]}, "stale": {"2": [[5, 6]]}}, "reward_mean": 0.4, ...}
@@ -12,10 +12,12 @@ log by anyone, and a step's batch can be found again.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from echo.errors import CheckpointError
+from echo.weights.files import sync_folder
 
 FILE_NAME = "journal.jsonl"
 
@@ -61,14 +63,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Journal:
-    """Appends lines; `sync` makes them durable. Opening with `through_step` cuts off what came after that step."""
+    """Appends lines; `sync` makes them durable.
 
-    def __init__(self, folder: Path, *, through_step: int | None) -> None:
+    lines: how many of those there are count; opening cuts off the others.
+    """
+
+    def __init__(self, folder: Path, *, lines: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        kept: list[dict[str, Any]] = []
-        if through_step is not None and self.path.exists():
-            kept = [line for line in read(self.path) if line["step"] <= through_step]
+        kept = list(islice(read(self.path), lines)) if self.path.exists() else []
+        self.lines = len(kept)
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("w") as out:
             for line in kept:
@@ -76,11 +80,13 @@ class Journal:
             out.flush()
             os.fsync(out.fileno())
         temporary.rename(self.path)
+        sync_folder(folder)
         self._file = self.path.open("a")
 
     def append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        self.lines += 1
 
     def sync(self) -> None:
         self._file.flush()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -103,18 +104,66 @@ def test_killed_while_replacing_a_step_the_old_one_is_found(tmp_path):
     save(store, 6)
     assert names(tmp_path) == ["step-0000005.previous", "step-0000006"]
     save(store, 5)
-    assert names(tmp_path) == ["step-0000005"]
+    assert names(tmp_path) == ["step-0000005", "step-0000006"]
 
 
-def test_a_save_supersedes_later_steps(tmp_path):
-    """Starting over from an earlier step abandons the later ones: they must not win the next resume."""
+def test_a_start_supersedes_later_steps_and_a_save_does_not(tmp_path):
+    """Starting over from an earlier step abandons the later ones: they must not win the next resume. Who only saves may be a
+    trainer that another took over from: the later ones are the other's."""
     store = CheckpointStore(tmp_path, "run-1", keep=2)
     save(store, 50)
+    save(store, 10)
+    assert names(tmp_path) == ["step-0000010", "step-0000050"]
     with capture_logs() as logs:
-        save(store, 10)
+        store.supersede(10)
     assert names(tmp_path) == ["step-0000010"]
     assert [entry["log_level"] for entry in logs] == ["warning"]
     assert_is_step(store.newest(), 10)
+
+
+def test_a_folder_is_held_by_one_trainer_at_a_time(tmp_path):
+    """Who comes second waits, says for whom, and has it once the first is gone, killed or not."""
+    store = CheckpointStore(tmp_path / "checkpoints", "run-1", keep=2)
+    looks = 0
+
+    def stopping():
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            holder.kill()
+            holder.wait()
+        return False
+
+    code = (
+        "import sys, pathlib; from consumers.checkpoint import CheckpointStore\n"
+        "with CheckpointStore(pathlib.Path(sys.argv[1]), 'run-1', 2).held(stopping=lambda: False, waiting_s=30):\n"
+        "    print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(store.dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with capture_logs() as logs, store.held(stopping=stopping, waiting_s=0.0):
+        assert looks >= 3
+    assert any(f"process {holder.pid}" in entry["event"] for entry in logs)
+    holder.stdin.close()
+    holder.stdout.close()
+
+
+def test_a_stop_ends_the_wait_for_a_folder(tmp_path):
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    with store.held(stopping=lambda: False, waiting_s=30):
+        with pytest.raises(CheckpointError, match=rf"stopped while waiting.*process {os.getpid()}"):
+            with store.held(stopping=lambda: True, waiting_s=30):
+                raise AssertionError("it was held twice")
+
+
+def test_a_folder_that_can_not_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = CheckpointStore(tmp_path / "file" / "checkpoints", "run-1", keep=2)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.dir: .*file/checkpoints can't be written.*choose another folder"):
+        with store.held(stopping=lambda: False, waiting_s=30):
+            raise AssertionError("it was held")
 
 
 @pytest.mark.parametrize("file", [TENSORS, META])

@@ -10,19 +10,24 @@ from echo.journal import Journal
 
 
 def test_a_resume_keeps_only_the_lines_of_the_checkpoint(tmp_path: Path) -> None:
-    first = Journal(tmp_path, through_step=None)
-    for step in (1, 2, 3):
+    """Also of two lines of one step, of which it has seen the first."""
+    first = Journal(tmp_path, lines=0)
+    for step in (1, 2, 2, 3):
         first.append({"step": step})
+    assert first.lines == 4
     first.close()
-    Journal(tmp_path, through_step=2).close()
-    assert [line["step"] for line in journal.read(first.path)] == [1, 2]
+    again = Journal(tmp_path, lines=2)
+    again.append({"step": 7})
+    again.close()
+    assert [line["step"] for line in journal.read(first.path)] == [1, 2, 7]
+    assert again.lines == 3
 
 
 def test_a_new_run_begins_an_empty_journal(tmp_path: Path) -> None:
-    first = Journal(tmp_path, through_step=None)
+    first = Journal(tmp_path, lines=0)
     first.append({"step": 1})
     first.close()
-    Journal(tmp_path, through_step=None).close()
+    Journal(tmp_path, lines=0).close()
     assert list(journal.read(first.path)) == []
 
 
