@@ -108,7 +108,7 @@ class Fleet:
             return
         busy = heartbeat.busy_seconds - seen.rate_from.busy_seconds
         if busy >= _RATE_OVER_S:
-            rate = (heartbeat.groups_published - seen.rate_from.groups_published) / busy
+            rate = max(0, heartbeat.groups_published - seen.rate_from.groups_published) / busy
             seen.throughput = rate if seen.throughput == 0 else (1 - _SMOOTHING) * seen.throughput + _SMOOTHING * rate
             seen.rate_from = heartbeat
         seen.replace(heartbeat, now)

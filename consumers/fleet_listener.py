@@ -58,8 +58,12 @@ class FleetListener:
 
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""
+        # Asked first: a thread that ended has said why before.
+        ended = self._thread.ident is not None and not self._thread.is_alive() and not self._stop.is_set()
         if self._error is not None:
             raise self._error
+        if ended:
+            raise EchoError(f"hearing {self._topic} ended by an error in Echo itself: its traceback is on standard error")
 
     def close(self) -> None:
         self._stop.set()

@@ -5,12 +5,18 @@ ignored. Key: "<run>/<type>" on the control topic, so that compaction keeps each
 on heartbeats, the producer's incarnation on requests.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from echo.errors import ControlError
 
+# Bounds of what is decoded: a number that no process can mean makes the message unreadable, not the arithmetic of who hears it.
+# Whole numbers stay exact as floats.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Version = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+_Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """What the trainer tells one producer incarnation about admission.
@@ -18,8 +24,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     window: groups that it may have outstanding. resolved: its groups resolved so far (trained, dropped or dead-lettered).
     """
 
-    window: int
-    resolved: int
+    window: _Count
+    resolved: _Count
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="announcement"):
@@ -30,36 +36,36 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     """
 
     run_id: str
-    sequence: int
-    version: int
-    step: int
+    sequence: _Count
+    version: _Version
+    step: _Count
     manifest_urls: tuple[str, ...]
     manifest_digest: str
-    nbytes: int
+    nbytes: _Count
     grants: dict[str, Grant] = {}
-    created: float
+    created: _Seconds
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="progress"):
     """Grants between announcements: a producer joined or died, or groups were resolved without a new version."""
 
     run_id: str
-    sequence: int
-    version: int
-    step: int
+    sequence: _Count
+    version: _Version
+    step: _Count
     grants: dict[str, Grant]
-    created: float
+    created: _Seconds
 
 
 class EndOfRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end_of_run"):
     """The run is over: producers finish, flush and exit 0. `reason` is for people."""
 
     run_id: str
-    sequence: int
-    version: int
-    step: int
+    sequence: _Count
+    version: _Version
+    step: _Count
     reason: str
-    created: float
+    created: _Seconds
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="request"):
@@ -74,13 +80,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     run_id: str
     request_id: str
     producer: str
-    version: int
-    step: int
-    first_prompt: int
+    version: _Version
+    step: _Count
+    first_prompt: _Count
     group_ids: tuple[str, ...]
-    seed: int
-    issue: int
-    created: float
+    seed: _Seed
+    issue: _Count
+    created: _Seconds
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="heartbeat"):
@@ -101,26 +107,26 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     run_id: str
     producer_id: str
     incarnation: str
-    sequence: int
+    sequence: _Count
     state: str
-    serving: int
-    announced: int
-    control_sequence: int
-    granted_limit: int
-    groups_started: int
-    groups_published: int
-    trajectories: int
-    tokens: int
-    busy_seconds: float
-    pulls: int
-    failed_pulls: int
+    serving: _Version
+    announced: _Version
+    control_sequence: _Version
+    granted_limit: _Count
+    groups_started: _Count
+    groups_published: _Count
+    trajectories: _Count
+    tokens: _Count
+    busy_seconds: _Seconds
+    pulls: _Count
+    failed_pulls: _Count
     last_pull_error: str = ""
-    queued_bytes: int = 0
-    requests_held: int = 0
+    queued_bytes: _Count = 0
+    requests_held: _Count = 0
     given_up: dict[str, str] = {}
     leaving: bool = False
     metrics_url: str = ""
-    created: float
+    created: _Seconds
 
 
 ControlMessage: TypeAlias = Announcement | Progress | EndOfRun

@@ -80,6 +80,20 @@ def test_unknown_fields_are_ignored() -> None:
     assert control.decode_control(raw, "x") == ANNOUNCEMENT
 
 
+@pytest.mark.parametrize(
+    ("field", "number"),
+    [(b'"groups_published":1', 10**400), (b'"groups_started":1', -1), (b'"busy_seconds":1.0', 1e308), (b'"serving":2', -2)],
+    ids=["huge", "negative", "endless", "no version"],
+)
+def test_a_number_that_no_producer_can_mean_makes_a_heartbeat_unreadable(field: bytes, number: float) -> None:
+    """Who hears it reckons with it: one message may not end the trainer."""
+    raw = control.encode(HEARTBEAT)
+    wrong = raw.replace(field, field.partition(b":")[0] + f":{number}".encode())
+    assert wrong != raw
+    with pytest.raises(ControlError, match=r"heartbeats\[0\]@7"):
+        control.decode_heartbeat(wrong, "heartbeats[0]@7")
+
+
 @pytest.mark.parametrize("raw", [None, b"", b"{}", b"\xff", b'{"type":"party"}', b'{"type":"announcement"}', b"[" * 9999])
 def test_what_is_no_message_names_where_it_stood(raw: bytes | None) -> None:
     with pytest.raises(ControlError, match=r"control\[0\]@7"):

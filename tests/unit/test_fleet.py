@@ -76,6 +76,13 @@ def test_a_producer_that_its_window_holds_back_keeps_its_share() -> None:
     assert fleet.grants() == {"a.1": Grant(window=6, resolved=0), "b.1": Grant(window=6, resolved=0)}
 
 
+def test_a_producer_whose_count_goes_back_has_no_throughput_below_0() -> None:
+    fleet = make_fleet(Clock())
+    fleet.hear(beat("a.1", 0, published=9))
+    fleet.hear(beat("a.1", 1, published=3))
+    assert fleet.alive()[0].throughput == 0
+
+
 def test_a_silent_producer_dies_and_its_window_returns_to_the_others() -> None:
     clock = Clock()
     fleet = make_fleet(clock)
