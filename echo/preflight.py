@@ -16,7 +16,9 @@ from echo.waiting import Watch
 
 log = structlog.get_logger("preflight")
 
+# One question's time, and the least that is worth asking for.
 _ASK_S = 5.0
+_LEAST_S = 0.1
 
 
 def check_cluster(run: RunConfig, *, client_id: str, stopping: Callable[[], bool]) -> tuple[Spec, Actual]:
@@ -36,19 +38,20 @@ def check_cluster(run: RunConfig, *, client_id: str, stopping: Callable[[], bool
 
 
 def _ask(admin: KafkaLogAdmin, spec: Spec, run: RunConfig, stopping: Callable[[], bool]) -> Actual:
-    said = ""
+    said, longest_s = "", 0.0
     watch = Watch("the broker", lambda: said, limit_s=run.limits.waiting_s)
     deadline = time.monotonic() + run.broker.timeout_s
     while True:
-        left = deadline - time.monotonic()
+        asked_s = min(_ASK_S, max(_LEAST_S, deadline - time.monotonic()))
         try:
-            return read_actual(admin, spec.names, min(_ASK_S, max(0.1, left)))
+            return read_actual(admin, spec.names, asked_s)
         except BrokerError as error:
             if not error.retriable or stopping():
                 raise
-            if time.monotonic() >= deadline:
-                # Each question waits for a part of the time alone, and would tell that part.
-                whole = f"{error}; asked again and again for broker.timeout_s = {run.broker.timeout_s:g} s"
+            # Each tells how long it waited itself: the last may have been cut short, and would tell of a moment.
+            if asked_s >= longest_s:
+                said, longest_s = str(error), asked_s
+            if deadline - time.monotonic() < _LEAST_S:
+                whole = f"{said}; asked for broker.timeout_s = {run.broker.timeout_s:g} s in all"
                 raise BrokerError(whole, retriable=True) from None
-            said = str(error)
         watch.check()
