@@ -191,9 +191,10 @@ class Publisher:
             if self._stopping():
                 give_up_at = give_up_at if give_up_at is not None else self._clock() + self._flush_timeout_s
                 if self._clock() >= give_up_at:
-                    raise BrokerError(
-                        f"topic {self._topic}: stopped while the queue is full ({self._describe()}): is the broker up?"
-                    )
+                    why = f"topic {self._topic}: stopped while the queue is full ({self._describe()}): is the broker up?"
+                    if ticket >= 0:
+                        self._forget(ticket)
+                    raise BrokerError(why)
             with self._changed:
                 self._wants_room = True
                 self._changed.wait(_SLICE_S)
@@ -204,7 +205,20 @@ class Publisher:
         def report(delivery: Delivery) -> None:
             self._on_delivery(delivery, ticket, missing)
 
-        return self._producer.send(self._topic, key=record.key, value=record.value, headers=record.headers, on_delivery=report)
+        try:
+            return self._producer.send(
+                self._topic, key=record.key, value=record.value, headers=record.headers, on_delivery=report
+            )
+        except BrokerError:
+            # Nothing was taken, so no report will come.
+            self._forget(ticket)
+            raise
+
+    def _forget(self, ticket: int) -> None:
+        with self._changed:
+            size, _ = self._unacknowledged.pop(ticket)
+            self._queued -= size
+            self._changed.notify_all()
 
     def _on_delivery(self, delivery: Delivery, ticket: int, missing: list[int]) -> None:
         with self._changed:

@@ -33,6 +33,7 @@ class HeldProducer:
         self.pending: deque[Sent] = deque()
         self.full = False
         self.fatal = ""
+        self.refuses = ""
         self._reports: deque[tuple[Sent, str | None]] = deque()
         self._changed = threading.Condition()
 
@@ -40,6 +41,8 @@ class HeldProducer:
         self, topic: str, *, key: bytes, value: bytes, headers: Headers = (), on_delivery: OnDelivery | None = None
     ) -> bool:
         with self._changed:
+            if self.refuses:
+                raise BrokerError(self.refuses)
             if self.full:
                 return False
             self.pending.append(Sent(topic, key, value, on_delivery))
@@ -241,6 +244,36 @@ def test_a_dead_client_ends_a_wait(broker: HeldProducer, make: Callable[..., Pub
     broker.die("producer can't go on: _FATAL")
     with pytest.raises(BrokerError, match="_FATAL"):
         publisher.flush(10)
+
+
+def test_a_record_that_the_client_does_not_take_is_not_waited_for(broker: HeldProducer, make: Callable[..., Publisher]) -> None:
+    """`publish` raises, and nothing is counted as under way: no acknowledgement will come."""
+    broker.refuses = "sending to trajectories: UNKNOWN_TOPIC_OR_PART"
+    publisher = make()
+    with pytest.raises(BrokerError, match="UNKNOWN_TOPIC_OR_PART"):
+        publisher.publish(group_of(1))
+    assert (publisher.queued_records, publisher.queued_bytes) == (0, 0)
+    publisher.flush(0)
+
+
+def test_a_record_that_the_client_had_no_room_for_until_the_stop_is_not_waited_for(
+    broker: HeldProducer, make: Callable[..., Publisher]
+) -> None:
+    broker.full = True
+    publisher = make(flush_timeout_s=0.0, stopping=lambda: True)
+    with pytest.raises(BrokerError, match="stopped while the queue is full"):
+        publisher.publish(group_of(1))
+    publisher.flush(0)
+
+
+def test_the_wait_for_the_last_acknowledgements_says_so(broker: HeldProducer, make: Callable[..., Publisher]) -> None:
+    publisher = make(waiting_s=0.05)
+    publisher.publish(group_of(1))
+    with capture_logs() as lines, pytest.raises(BrokerError):
+        publisher.flush(0.5)
+    said = lines[0]["event"]
+    assert said.startswith("waiting for the last acknowledgements")
+    assert "1 records" in said
 
 
 def test_a_flush_that_is_late_says_how_much_is_missing(broker: HeldProducer, make: Callable[..., Publisher]) -> None:
