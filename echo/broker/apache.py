@@ -25,6 +25,7 @@ from echo.broker.plan import BrokerPlan, java_environment
 from echo.broker.process import HOST, GuardedProcess, PortTaken, free_ports, last_lines, taken, wait_ready
 from echo.broker.running import RunningBroker
 from echo.errors import BrokerError
+from echo.waiting import Watch
 
 # A record of 16 MiB that was dead-lettered still fits, with its headers and the reason.
 MESSAGE_MAX_BYTES = 17825792
@@ -32,6 +33,7 @@ MESSAGE_MAX_BYTES = 17825792
 _START_TRIES = 3
 _FORMAT_S = 120.0
 _STOP_S = 20.0
+_SILENT_S = 1.0
 _LOG4J2 = """\
 status = warn
 appender.console.type = Console
@@ -189,16 +191,25 @@ class _Folder:
         except OSError as error:
             raise BrokerError(f"data folder {self.path}: {error.strerror}: choose another one") from None
         # The broker of a process that was killed is stopped by its guard; that takes a moment.
-        deadline = time.monotonic() + _STOP_S + 5.0
+        limit_s = _STOP_S + 5.0
+        deadline = time.monotonic() + limit_s
+        watch = Watch(
+            f"data folder {self.path}",
+            lambda: f"another broker uses it; if that is one that is just ending, it is free within {limit_s:g} s",
+            limit_s=_SILENT_S,
+        )
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                watch.progress()
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise BrokerError(
                         f"data folder {self.path} is in use by another broker: stop it, or choose another folder"
                     ) from None
+                if not watch.spoken:
+                    watch.check()
                 time.sleep(0.1)
         file = self.path / "cluster.json"
         if not file.exists():

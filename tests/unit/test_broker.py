@@ -1,5 +1,6 @@
 """Starting brokers: ports, guards, limits, and that none outlives the process that started it. Real processes throughout."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import structlog
 
+import echo.broker.apache
 import echo.broker.tansu
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, plan_broker, start_broker
 from echo.broker.process import free_ports
@@ -126,6 +129,20 @@ def test_a_port_that_was_free_a_moment_ago_is_given_up(tmp_path: Path, occupied:
 def test_three_nodes_need_apache(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="3 nodes need Apache Kafka"):
         start_broker(plan_broker(environ={}), data_dir=tmp_path, nodes=3)
+
+
+def test_who_waits_for_a_data_folder_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another broker holds it: that is said soon, and is an error only when one that was killed would be gone."""
+    monkeypatch.setattr(echo.broker.apache, "_STOP_S", -4.2)
+    monkeypatch.setattr(echo.broker.apache, "_SILENT_S", 0.1)
+    plan = BrokerPlan("apache", "--apache", home=tmp_path, java=tmp_path)
+    with (tmp_path / "lock").open("w") as held, structlog.testing.capture_logs() as lines:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BrokerError, match="is in use by another broker"):
+            start_broker(plan, data_dir=tmp_path)
+    [said] = [line["event"] for line in lines]
+    assert f"waiting for data folder {tmp_path}" in said
+    assert "free within 0.8 s" in said
 
 
 def test_a_broker_that_died_is_noticed(tmp_path: Path) -> None:
