@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
     from echo.config import RunConfig
+    from echo.weights.client import Latest, WeightClient
     from echo.weights.manifest import HostTensor
     from echo.weights.store import WeightStore
 
@@ -34,6 +35,9 @@ app = typer.Typer(
 
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="A run file, or the store's folder.")]
 Run = Annotated[str | None, typer.Option("--run", help="Only this run; a run file names its own.")]
+
+# What `ls` shows of each run, where nobody asks for all.
+_LISTED = 10
 
 
 @app.command()
@@ -100,20 +104,30 @@ def serve(
 
 
 @app.command("ls")
-def list_versions(store: Store, run: Run = None, as_json: base.Json = False) -> None:
-    """List the published versions."""
+def list_versions(
+    store: Store,
+    run: Run = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"Every version, not the newest {_LISTED} of each run. So is --json.")
+    ] = False,
+    as_json: base.Json = False,
+) -> None:
+    """List the published versions: of each run the newest ten."""
     from echo.weights import manifest as manifests
 
     _, opened = _open(store)
-    rows = []
+    rows, older = [], 0
     for run_id in _runs(opened, store, run):
-        for version in opened.versions(run_id):
+        versions = opened.versions(run_id)
+        shown = versions if everything or as_json else versions[-_LISTED:]
+        older += len(versions) - len(shown)
+        for version in shown:
             raw, digest = opened.read_manifest(run_id, version)
             found = manifests.decode(raw, where=str(opened.manifest_path(run_id, version)), run_id=run_id)
             rows.append((found, digest, opened.is_being_read(run_id, version)))
     stored = opened.stored_bytes()
     if as_json:
-        versions = [
+        listed = [
             {
                 "run": found.run_id,
                 "version": found.version,
@@ -126,7 +140,7 @@ def list_versions(store: Store, run: Run = None, as_json: base.Json = False) -> 
             }
             for found, digest, being_read in rows
         ]
-        typer.echo(json.dumps({"store": str(opened.root), "stored_bytes": stored, "versions": versions}))
+        typer.echo(json.dumps({"store": str(opened.root), "stored_bytes": stored, "versions": listed}))
         return
 
     from rich.console import Console
@@ -148,6 +162,8 @@ def list_versions(store: Store, run: Run = None, as_json: base.Json = False) -> 
             "yes" if being_read else "",
         )
     Console().print(table)
+    if older:
+        typer.echo(f"{older} older version{'s' if older > 1 else ''} more: --all lists them")
 
 
 @app.command()
@@ -225,7 +241,7 @@ def pull(
         connect_timeout_s=weights.connect_timeout_s,
         read_timeout_s=weights.read_timeout_s,
     )
-    latest = client.latest(base_url, run_id)
+    latest = newest(client, base_url, run_id)
     with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task(f"{run_id} version {latest.version}", total=None)
         pulled = client.pull(
@@ -242,6 +258,19 @@ def pull(
         f"{out}: version {latest.version} of run {run_id}, {pulled.received_bytes:,} bytes in {pulled.seconds:.1f} s"
         f" ({pulled.retries} retries)"
     )
+
+
+def newest(client: "WeightClient", base_url: str, run_id: str) -> "Latest":
+    """The newest version that the server has. Raises WeightsError, which also asks whether there is a server."""
+    try:
+        return client.latest(base_url, run_id)
+    except WeightsError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ConnectionRefusedError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise WeightsError(f"{error}: is echo-train, or `echo-weights serve`, running?", retriable=True) from None
 
 
 def _write_safetensors(path: Path, tensors: "Mapping[str, HostTensor]", notes: Mapping[str, str]) -> None:

@@ -16,9 +16,11 @@ import pytest
 import safetensors
 from pydantic import SecretStr
 
+from echo.cli.weights import newest
 from echo.config import ModelConfig, RunConfig, WeightsConfig
 from echo.errors import ConfigError, WeightsError
 from echo.run_file import save
+from echo.weights.client import WeightClient
 from echo.weights.manifest import HostTensor
 from echo.weights.spawn import WeightServerProcess
 from echo.weights.store import WeightStore
@@ -189,6 +191,29 @@ def test_ls_lists_versions(tmp_path: Path, store: WeightStore) -> None:
     table = echo_weights("ls", store.root)
     assert table.returncode == 0
     assert digest[:8] in table.stdout
+
+
+def test_ls_shows_the_newest_ten_and_counts_the_others(tmp_path: Path) -> None:
+    """--all and --json list every version."""
+    store = WeightStore(tmp_path / "store")
+    for version in range(100, 113):
+        store.publish("run", version, version, POLICY, chunk_bytes=16, keep=20, created=1.5)
+    short, full = echo_weights("ls", store.root).stdout, echo_weights("ls", store.root, "--all").stdout
+    assert [version for version in range(100, 113) if f" {version} " in short] == list(range(103, 113))
+    assert short.endswith("3 older versions more: --all lists them\n")
+    assert [version for version in range(100, 113) if f" {version} " in full] == list(range(100, 113))
+    assert "older" not in full
+    assert len(json.loads(echo_weights("ls", store.root, "--json").stdout)["versions"]) == 13
+
+
+def test_a_pull_without_a_server_asks_whether_there_is_one() -> None:
+    """Where nothing listens, and only there."""
+    client = WeightClient(attempts=2, first_wait_s=0.01)
+    with pytest.raises(WeightsError, match=r"attempt 2 of 2\): is echo-train, or `echo-weights serve`, running\?$"):
+        newest(client, "http://127.0.0.1:1", "run")
+    with pytest.raises(WeightsError) as caught:
+        newest(client, "http://no-such-host.invalid:1", "run")
+    assert "running?" not in str(caught.value)
 
 
 def test_verify_tells_damage_by_its_status(store: WeightStore) -> None:
