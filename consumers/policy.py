@@ -13,7 +13,7 @@ import structlog
 
 from echo import control
 from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress, Request
-from echo.errors import ControlError, EchoError
+from echo.errors import BrokerError, ControlError, EchoError
 from echo.log import BEGINNING, LogReader, LogTransactions
 from echo.waiting import Watch
 from echo.weights.manifest import Adapter, Canary, HostTensor
@@ -22,20 +22,41 @@ from echo.weights.urls import manifest_url
 
 log = structlog.get_logger("policy")
 
+# As long as a record waits for the broker by the client's defaults (`delivery.timeout.ms`): who samples and who trains bear the
+# same outages.
+_SEND_DEADLINE_S = 300.0
+# A call that fails at once is not repeated at once.
+_PAUSE_S = 0.5
+
 MessageT = TypeVar("MessageT", bound=ControlMessage)
 
 
 class ControlWriter:
     """The only writer of this run's control messages and requests.
 
-    Thread safe: the trainer announces and asks, the fleet thread sends progress.
+    Thread safe: the trainer announces and asks, the fleet thread sends progress. What fails and may succeed later is sent
+    again, for `deadline_s` at most or until `close`; all that comes after it waits, so that the order stays. A message may then stand
+    in the log twice in a row.
+    waiting_s: how often such a wait speaks.
     """
 
-    def __init__(self, sender: LogTransactions, topic: str) -> None:
+    def __init__(
+        self,
+        sender: LogTransactions,
+        topic: str,
+        *,
+        deadline_s: float = _SEND_DEADLINE_S,
+        waiting_s: float = 30.0,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
         self._sender = sender
         self._topic = topic
+        self._deadline_s = deadline_s
+        self._waiting_s = waiting_s
+        self._pause_s = pause_s
         self._sequence = -1
         self._lock = threading.Lock()
+        self._closing = threading.Event()
 
     def go_on_after(self, sequence: int) -> None:
         """Of the run's newest message that can be seen. Call it before the first `send` of a resumed run."""
@@ -50,7 +71,7 @@ class ControlWriter:
         with self._lock:
             self._sequence += 1
             message = make(self._sequence)
-            self._sender.send(self._topic, [(control.key(message), control.encode(message))])
+            self._commit(self._topic, [(control.key(message), control.encode(message))])
             return message
 
     def ask(self, topic: str, requests: Sequence[Request]) -> None:
@@ -59,11 +80,29 @@ class ControlWriter:
         Raises BrokerError, FencedError.
         """
         with self._lock:
-            self._sender.send(topic, [(control.key(request), control.encode(request)) for request in requests])
+            self._commit(topic, [(control.key(request), control.encode(request)) for request in requests])
 
     def close(self) -> None:
+        # Who is sending gives up, else this would wait for it.
+        self._closing.set()
         with self._lock:
             self._sender.close()
+
+    def _commit(self, topic: str, messages: Sequence[tuple[bytes, bytes]]) -> None:
+        last = ""
+        watch = Watch(f"the broker to take messages for topic {topic}", lambda: last, limit_s=self._waiting_s)
+        while True:
+            try:
+                self._sender.send(topic, messages)
+            except BrokerError as error:
+                if not error.retriable or watch.waited_s >= self._deadline_s or self._closing.is_set():
+                    raise
+                last = f"{len(messages)} messages, the last try: {error}"
+                watch.check()
+                self._closing.wait(self._pause_s)
+            else:
+                watch.progress()
+                return
 
 
 class AdapterBase(NamedTuple):
