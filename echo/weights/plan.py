@@ -1,8 +1,8 @@
 """What a pull has to fetch and where each byte goes, given the manifest and the version that is held. No I/O.
 
 A tensor that did not change is the held one. A changed one is made of the held one and its deltas, where they lead to it and
-are fewer bytes; else of its chunks, of which those are copied that the held one has. Small tensors share chunks: one whose
-chunks come anyway, for another, needs no deltas.
+are fewer bytes; else of its chunks, of which those are copied that the held one has. Small tensors share chunks: their deltas
+are weighed together against the chunk, and where it comes anyway, for a tensor without deltas, it brings the others too.
 
 Refuses to write to held tensors.
 """
@@ -174,14 +174,12 @@ def make(
         known = _known(before[entry.name], old) if old is not None else {}
         missing = [piece for piece in pieces(entry) if piece.chunk not in known]
         path = (deltas_between(before[entry.name].digest, entry.name, named) if old is not None else None) or []
-        if sum(one.nbytes for one in path) >= sum(piece.nbytes for piece in missing):
-            path = []
         changes.append(_Change(entry, old, data, known, missing, path))
-    coming = {piece.chunk for change in changes if not change.path for piece in change.missing}
+    saved = _chunks_that_deltas_save(changes)
     wants: dict[Chunk, Want] = {}
     patched = 0
     for entry, old, data, known, missing, steps in changes:
-        if old is not None and steps and not coming.issuperset(piece.chunk for piece in missing):
+        if old is not None and steps and not saved.isdisjoint(piece.chunk for piece in missing):
             made = Patched(entry, _flat(old), data, steps, where, failed)
             for one, room in zip(steps, made.rooms(), strict=True):
                 _want_pieces(wants, pieces(one), room, made)
@@ -196,7 +194,7 @@ def make(
 
 
 class _Change(NamedTuple):
-    """A tensor to be made. known: chunks that the held one has, whole. path: deltas that lead to it in fewer bytes, or none."""
+    """A tensor to be made. known: chunks that the held one has, whole. path: deltas that lead to it from there, or none."""
 
     entry: TensorEntry
     old: HostTensor | None
@@ -204,6 +202,23 @@ class _Change(NamedTuple):
     known: dict[Chunk, memoryview]
     missing: list[Piece]
     path: Sequence[Delta]
+
+
+def _chunks_that_deltas_save(changes: Iterable[_Change]) -> set[Chunk]:
+    """Those that need not come, since the deltas of all the tensors that lack them are fewer bytes together."""
+    coming: set[Chunk] = set()
+    delta_bytes: dict[frozenset[Chunk], int] = {}
+    for change in changes:
+        lacked = frozenset(piece.chunk for piece in change.missing)
+        if change.path:
+            delta_bytes[lacked] = delta_bytes.get(lacked, 0) + sum(one.nbytes for one in change.path)
+        else:
+            coming |= lacked
+    saved: set[Chunk] = set()
+    for lacked, nbytes in delta_bytes.items():
+        if nbytes < sum(chunk.nbytes for chunk in lacked - coming):
+            saved |= lacked - coming
+    return saved
 
 
 def _want_pieces(wants: dict[Chunk, Want], missing: Iterable[Piece], data: memoryview, target: Target) -> None:

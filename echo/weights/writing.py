@@ -1,5 +1,5 @@
-"""One publication's tensors on their way into the store: cut into chunks, small ones together, each with a delta beside it
-where that is smaller than the chunks that a puller of the version before lacks.
+"""One publication's tensors on their way into the store: cut into chunks, small ones together, with deltas beside them where
+those are smaller than the chunks that a puller of the version before lacks. Who shares a chunk has a delta with all, or none.
 
 The version before is read back from the store, block by block, and not kept in memory: it needs none of the trainer's memory
 (the pages were just written, so they mostly come from the system's cache), and there are deltas also after a restart.
@@ -42,9 +42,10 @@ class Written(NamedTuple):
 
 
 class _Studied(NamedTuple):
-    """A tensor's digest, and its delta against the version before, where there is one."""
+    """A tensor's digest, whether the version before has the same bytes, and a delta against others, where it can be made."""
 
     digest: str
+    is_unchanged: bool
     delta: bytes | None
 
 
@@ -115,10 +116,12 @@ class _Writer:
         self._small_delta_bytes = 0
 
     def add(self, tensor: HostTensor, data: memoryview) -> None:
-        studied = self._pool.submit(self._study, tensor, data)
+        is_small = 0 < len(data) <= self._chunk_bytes // _SMALL_SHARE
+        # A small tensor's delta may be larger than itself, and still save the chunk: by a byte for each word, and a hundred.
+        studied = self._pool.submit(self._study, tensor, data, None if is_small else len(data))
         member = _Member(len(self._entries), tensor, data, studied)
         self._entries.append(TensorEntry(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, digest="", chunks=()))
-        if 0 < len(data) <= self._chunk_bytes // _SMALL_SHARE:
+        if is_small:
             if self._small_bytes + len(data) > self._chunk_bytes:
                 self._close_small()
             self._small.append(member)
@@ -152,33 +155,32 @@ class _Writer:
     def _pieces(self, data: memoryview) -> list[memoryview]:
         return [data[start : start + self._chunk_bytes] for start in range(0, len(data), self._chunk_bytes)]
 
-    def _study(self, tensor: HostTensor, data: memoryview) -> _Studied:
+    def _study(self, tensor: HostTensor, data: memoryview, limit: int | None) -> _Studied:
+        """limit: a delta of so many bytes is none."""
         digest = blake3(data, max_threads=blake3.AUTO).hexdigest()
         old = self._base.get(tensor.name)
-        if (
-            not self._with_deltas
-            or old is None
-            or (old.dtype, old.shape) != (tensor.dtype, tensor.shape)
-            or old.digest == digest
-        ):
-            return _Studied(digest, None)
+        if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
+            return _Studied(digest, False, None)
+        if old.digest == digest or not self._with_deltas:
+            return _Studied(digest, old.digest == digest, None)
         stored = StoredTensor(self._files, old)
         try:
-            delta = encode_from(stored.read, data, DTYPE_BYTES[tensor.dtype], digest=digest, limit=len(data))
+            delta = encode_from(stored.read, data, DTYPE_BYTES[tensor.dtype], digest=digest, limit=limit)
         except OSError as error:
             log.warning("no delta: the version before can't be read", tensor=tensor.name, error=str(error))
-            return _Studied(digest, None)
+            return _Studied(digest, False, None)
         if delta is not None and stored.digest() != old.digest:
             log.warning("no delta: the version before is damaged in the store", tensor=tensor.name)
-            return _Studied(digest, None)
-        return _Studied(digest, delta)
+            return _Studied(digest, False, None)
+        return _Studied(digest, False, delta)
 
     def _finish_own(self, member: _Member, writes: list[Future[Put]]) -> None:
         puts = [write.result() for write in writes]
         self._new_bytes += sum(put.new_bytes for put in puts)
         chunks = tuple(put.chunk for put in puts)
         missing = sum(chunk.nbytes for chunk in chunks if chunk not in self._base_chunks)
-        self._enter(member, chunks, 0, missing)
+        delta = member.studied.result().delta
+        self._enter(member, chunks, 0, delta if delta is not None and len(delta) < missing else None)
 
     def _close_small(self) -> None:
         if self._small:
@@ -212,16 +214,19 @@ class _Writer:
     def _finish_small(self, members: list[_Member], placed: Future[tuple[list[_Place], int]]) -> None:
         places, new_bytes = placed.result()
         self._new_bytes += new_bytes
+        deltas = [member.studied.result().delta for member in members if not member.studied.result().is_unchanged]
+        missing = sum(len(member.data) for member, place in zip(members, places, strict=True) if place.is_new)
+        # Where one has none, the new chunk is fetched whole, and brings the others.
+        deltas_pay = None not in deltas and sum(len(delta) for delta in deltas if delta is not None) < missing
         for member, place in zip(members, places, strict=True):
-            self._enter(member, (place.chunk,), place.offset, len(member.data) if place.is_new else 0)
+            self._enter(member, (place.chunk,), place.offset, member.studied.result().delta if deltas_pay else None)
 
-    def _enter(self, member: _Member, chunks: tuple[Chunk, ...], offset: int, missing: int) -> None:
-        """Note where a tensor lies. missing: bytes that a puller of the base would have to fetch without a delta."""
-        digest, delta = member.studied.result()
+    def _enter(self, member: _Member, chunks: tuple[Chunk, ...], offset: int, delta: bytes | None) -> None:
+        """Note where a tensor lies. delta: to be stored beside it."""
         self._entries[member.number] = msgspec.structs.replace(
-            self._entries[member.number], digest=digest, chunks=chunks, offset=offset
+            self._entries[member.number], digest=member.studied.result().digest, chunks=chunks, offset=offset
         )
-        if delta is None or len(delta) >= missing:
+        if delta is None:
             return
         if len(delta) <= self._chunk_bytes // _SMALL_DELTA_SHARE:
             if self._small_delta_bytes + len(delta) > self._chunk_bytes:

@@ -36,7 +36,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from echo.weights import manifest as manifests
 from echo.weights.chunks import ChunkFiles, StoredTensor
 from echo.weights.delta import encode_delta, patch
-from echo.weights.manifest import HostTensor, Manifest
+from echo.weights.manifest import Chunk, HostTensor, Manifest
 from echo.weights.store import Published, WeightStore
 
 STEPS = 10
@@ -99,13 +99,14 @@ def fetched_bytes(published: Published, before: Manifest) -> int:
     """What a producer fetches that holds the version before: manifest, deltas, and the chunks of what has no delta."""
     old = {entry.name: entry.digest for entry in before.tensors}
     had = set(before.chunks())
+    lacked: set[Chunk] = set()
     fetched = published.path.stat().st_size
     for entry in published.manifest.tensors:
         if entry.delta is not None:
             fetched += entry.delta.nbytes
         elif old.get(entry.name) != entry.digest:
-            fetched += sum(chunk.nbytes for chunk in set(entry.chunks) - had)
-    return fetched
+            lacked |= set(entry.chunks) - had
+    return fetched + sum(chunk.nbytes for chunk in lacked)
 
 
 def delta_figures() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from echo.metrics import WeightsMetrics
 from echo.weights import manifest as manifests
 from echo.weights.buffers import Buffers
 from echo.weights.client import Pulled, WeightClient
-from echo.weights.manifest import Chunk, HostTensor, digest
+from echo.weights.manifest import Chunk, HostTensor, TensorEntry, digest
 from echo.weights.server import WeightServer, create_app
 from echo.weights.store import Published, WeightStore
 
@@ -94,25 +94,68 @@ def test_ten_deltas_in_a_row_make_no_error(store: WeightStore, url: str) -> None
     assert_is(have, policy(10))
 
 
-def test_a_chunk_that_comes_anyway_is_not_brought_by_deltas_as_well(store: WeightStore, url: str) -> None:
-    """Small tensors share a chunk: where one of them has changed throughout, the others come with it."""
+def slightly_and_throughout(version: int, redone: int) -> list[HostTensor]:
+    """Two small tensors: one that changes in a byte from version to version, and one that changes throughout."""
+    slightly = np.full(3000, 7, np.uint8)
+    slightly[:version] += 1
+    throughout = np.random.default_rng(redone).integers(0, 256, 3000, dtype=np.uint8)
+    return [HostTensor(name, "U8", (3000,), data.data) for name, data in (("s", slightly), ("t", throughout))]
 
-    def tensors(version: int) -> list[HostTensor]:
-        slightly = np.full(3000, 7, np.uint8)
-        slightly[:version] += 1
-        throughout = np.random.default_rng(version).integers(0, 256, 3000, dtype=np.uint8)
-        return [HostTensor(name, "U8", (3000,), data.data) for name, data in (("s", slightly), ("t", throughout))]
 
-    have = pull(url, publish(store, 0, tensors(0)))
-    newer = publish(store, 1, tensors(1))
+def test_tensors_of_one_chunk_travel_as_deltas_while_those_are_fewer_bytes(store: WeightStore, url: str) -> None:
+    """Together, not one by one: what changed throughout gains nothing by its delta, and saves the chunk that the other is in.
+    Two such deltas in a row are more than the chunk."""
+    held = [pull(url, publish(store, 0, slightly_and_throughout(0, 0)))]
+    newer = publish(store, 1, slightly_and_throughout(1, 1))
     s, t = newer.manifest.tensors
     assert s.chunks == t.chunks
-    assert (s.delta is None, t.delta is None) == (False, True)
+    assert t.delta is not None
+    assert t.delta.nbytes > t.nbytes
+    held.append(pull(url, newer, have=held[0]))
+    assert (held[1].patched, held[1].received_bytes) == (2, newer.manifest.delta_bytes)
+    assert newer.manifest.delta_bytes < s.chunks[0].nbytes
+    newest = publish(store, 2, slightly_and_throughout(2, 2))
+    for have, patched, received in ((held[1], 2, newest.manifest.delta_bytes), (held[0], 0, s.chunks[0].nbytes)):
+        pulled = pull(url, newest, have=have)
+        assert_is(pulled, slightly_and_throughout(2, 2))
+        assert (pulled.patched, pulled.received_bytes) == (patched, received)
+
+
+def test_a_chunk_that_comes_anyway_is_not_brought_by_deltas_as_well(store: WeightStore, url: str) -> None:
+    """Small tensors share a chunk: where one of them has no delta, as from another publisher, the others come with it."""
+    have = pull(url, publish(store, 0, slightly_and_throughout(0, 0)))
+    newer = publish(store, 1, slightly_and_throughout(1, 1))
+    s, t = newer.manifest.tensors
+    newer = with_tensors(newer, (s, msgspec.structs.replace(t, delta=None)))
     pulled = pull(url, newer, have=have)
-    assert_is(pulled, tensors(1))
+    assert_is(pulled, slightly_and_throughout(1, 1))
     assert (pulled.patched, pulled.received_bytes) == (0, s.chunks[0].nbytes)
-    have = pull(url, publish(store, 2, [tensors(2)[0], tensors(1)[1]]), have=pulled)
+    have = pull(url, publish(store, 2, slightly_and_throughout(2, 1)), have=pulled)
     assert (have.patched, have.received_bytes < 100) == (1, True)
+
+
+def trained(steps: int) -> list[HostTensor]:
+    """A float32 policy of small tensors and tiny norms after so many steps as AdamW's at lr 1e-5: most values move."""
+    rng = np.random.default_rng(1)
+    shapes = [shape for _ in range(4) for shape in ((32,), (16, 60), (960,))]
+    values = [rng.normal(0, 0.05, shape) if len(shape) > 1 else np.ones(shape) for shape in shapes]
+    for step in range(steps):
+        rng = np.random.default_rng((2, step))
+        values = [value + rng.uniform(-1e-5, 1e-5, value.shape) for value in values]
+    arrays = [value.astype(np.float32) for value in values]
+    return [HostTensor(f"{number}", "F32", array.shape, memoryview(array).cast("B")) for number, array in enumerate(arrays)]
+
+
+def test_a_tiny_float32_policy_travels_as_deltas(store: WeightStore, url: str) -> None:
+    """Every tensor of the one chunk, those of 128 bytes too; also two versions at once. Three are more than the chunk."""
+    held = [pull(url, publish(store, version, trained(version), delta_chain=3)) for version in range(3)]
+    newest = publish(store, 3, trained(3), delta_chain=3)
+    (chunk,) = {chunk for entry in newest.manifest.tensors for chunk in entry.chunks}
+    for have, patched, share in ((held[2], 12, 0.5), (held[1], 12, 0.9), (held[0], 0, 1)):
+        pulled = pull(url, newest, have=have)
+        assert_is(pulled, trained(3))
+        assert pulled.patched == patched
+        assert pulled.received_bytes <= share * chunk.nbytes
 
 
 def test_who_missed_a_version_pulls_both_deltas(store: WeightStore, url: str) -> None:
@@ -146,17 +189,22 @@ def test_a_version_of_another_run_or_content_is_no_base(store: WeightStore, url:
         assert pulled.tensors["fixed"] is have.tensors["fixed"]
 
 
-def with_delta(store: WeightStore, published: Published, chunk: Chunk) -> Published:
+def with_tensors(published: Published, entries: Sequence[TensorEntry]) -> Published:
+    """The same version, whose manifest names these."""
+    manifest = msgspec.structs.replace(published.manifest, tensors=tuple(entries))
+    raw = manifests.encode(manifest)
+    published.path.write_bytes(raw)
+    return published._replace(manifest=manifest, digest=digest(raw))
+
+
+def with_delta(published: Published, chunk: Chunk) -> Published:
     """The same version, whose manifest says that the delta of tensor "a" is `chunk`."""
     entries = list(published.manifest.tensors)
     assert entries[0].delta is not None
     entries[0] = msgspec.structs.replace(
         entries[0], delta=msgspec.structs.replace(entries[0].delta, chunks=(chunk,), nbytes=chunk.nbytes, offset=0)
     )
-    manifest = msgspec.structs.replace(published.manifest, tensors=tuple(entries))
-    raw = manifests.encode(manifest)
-    published.path.write_bytes(raw)
-    return published._replace(manifest=manifest, digest=digest(raw))
+    return with_tensors(published, entries)
 
 
 @pytest.mark.parametrize("kind", ["nonsense", "of another tensor", "lost", "damaged"])
@@ -171,7 +219,7 @@ def test_a_delta_that_is_no_good_costs_only_bytes(store: WeightStore, url: str, 
         content = b"".join(store.chunk_path(chunk.digest).read_bytes() for chunk in delta.chunks)
         content = content[delta.offset : delta.offset + delta.nbytes]
     chunk = Chunk(digest(content), len(content))
-    newer = with_delta(store, newer, chunk)
+    newer = with_delta(newer, chunk)
     path = store.chunk_path(chunk.digest)
     if kind != "lost":
         path.parent.mkdir(exist_ok=True)

@@ -163,14 +163,14 @@ def test_deltas_lead_from_version_to_version(store: WeightStore) -> None:
         assert manifest.base is not None
         assert (manifest.base.version, manifest.base.digest) == (version - 1, store.read_manifest("run", version - 1)[1])
         found = entries(manifest)
-        assert {name for name, entry in found.items() if entry.delta is not None} == {"embedding", "norm"}, (
-            "8 bytes are less than their delta, and the frozen tensor needs none"
+        assert {name for name, entry in found.items() if entry.delta is not None} == {"embedding", "norm", "step"}, (
+            "the frozen tensor needs none"
         )
         assert manifest.delta_bytes < 0.03 * (100 * KIB + 999) * 2
         for name, entry in found.items():
             if entry.delta is not None:
                 held[name] = bytes(apply_delta(held[name], read(store, entry.delta)))
-        assert all(held[one.name] == bytes(one.data) for one in policy(version) if one.name != "step")
+        assert held == {one.name: bytes(one.data) for one in policy(version)}
         assert_holds(store, manifest, policy(version))
     assert store.verify() == []
 
@@ -275,6 +275,46 @@ def test_chunks_that_are_shared_are_not_paid_for_by_a_delta(store: WeightStore) 
     entry = publish(store, 2, [HostTensor("w", "U8", new.shape, new.data)]).manifest.tensors[0]
     assert entry.delta is not None
     assert entry.delta.nbytes < 300
+
+
+def shared(*, tiny: int = 1, changes: int = 0, redone: int = 0) -> list[HostTensor]:
+    """A small tensor of 4 KiB that changes a little, and `tiny` tensors of 8 bytes; redone: all of them change throughout."""
+    numbers = [np.random.default_rng((number, redone)).integers(0, 256, 8, dtype=np.uint8) for number in range(tiny)]
+    return [
+        bf16("small", 1, 2 * KIB, changes=changes + redone),
+        *(HostTensor(f"tiny.{number}", "U8", (8,), data.data) for number, data in enumerate(numbers)),
+    ]
+
+
+def test_tensors_that_share_a_chunk_have_deltas_where_those_are_smaller_together(store: WeightStore) -> None:
+    """A tiny tensor's delta is larger than itself: it is named where all of them save the chunk, else none is."""
+    publish(store, 0, shared())
+    entry = entries(publish(store, 1, shared(redone=1)).manifest)
+    assert entry["small"].chunks == entry["tiny.0"].chunks
+    small, tiny = entry["small"].delta, entry["tiny.0"].delta
+    assert small is not None
+    assert tiny is not None
+    assert 8 < tiny.nbytes < 8 + 100
+    publish(store, 2, shared(tiny=50))
+    published = publish(store, 3, shared(tiny=50, redone=1))
+    assert (published.manifest.delta_bytes, published.new_bytes) == (0, 4 * KIB + 50 * 8)
+
+
+@pytest.mark.parametrize("why", ["new", "reshaped"])
+def test_where_one_tensor_of_a_chunk_can_have_no_delta_no_other_has(store: WeightStore, why: str) -> None:
+    """The chunk is fetched for it anyway, and nothing is stored beside it."""
+    before = shared()
+    publish(store, 0, before[:1] if why == "new" else [before[0], before[1]._replace(shape=(2, 4))])
+    published = publish(store, 1, shared(changes=1))
+    assert (published.manifest.delta_bytes, published.new_bytes) == (0, 4 * KIB + 8)
+
+
+def test_what_did_not_change_in_a_new_chunk_needs_no_delta(store: WeightStore) -> None:
+    """It moved there, since too little of its old one is in use; the others' deltas lead past the chunk all the same."""
+    publish(store, 0, shared())
+    entry = entries(publish(store, 1, shared(changes=1)).manifest)
+    assert entry["small"].chunks == entry["tiny.0"].chunks
+    assert (entry["small"].delta is None, entry["tiny.0"].delta is None) == (False, True)
 
 
 def test_deltas_go_on_after_a_restart(store: WeightStore) -> None:
