@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from echo.errors import WeightsError
+from echo.waiting import Watch
 
 
 class BusyError(WeightsError):
@@ -18,9 +19,13 @@ class BusyError(WeightsError):
 
 
 @contextmanager
-def locked(path: Path, *, exclusive: bool, wait_s: float) -> Iterator[None]:
-    """Hold a lock, which the kernel takes back when the process ends in any way. Raises BusyError after `wait_s`."""
+def locked(path: Path, *, exclusive: bool, wait_s: float, waiting_s: float = 10.0) -> Iterator[None]:
+    """Hold a lock, which the kernel takes back when the process ends in any way. Raises BusyError after `wait_s`.
+
+    waiting_s: how often the wait speaks.
+    """
     deadline = time.monotonic() + wait_s
+    watch = Watch(f"the lock {path}", lambda: f"another process is at work here; for {wait_s:g} s at most", limit_s=waiting_s)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while True:
@@ -30,8 +35,10 @@ def locked(path: Path, *, exclusive: bool, wait_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise BusyError(f"{path}: another process is at work here, for {wait_s:g} s now", retriable=True) from None
+                watch.check()
                 # flock knows no timeout.
                 time.sleep(0.01)
+        watch.progress()
         yield
     finally:
         os.close(descriptor)
