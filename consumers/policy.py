@@ -35,8 +35,8 @@ class ControlWriter:
     """The only writer of this run's control messages and requests.
 
     Thread safe: the trainer announces and asks, the fleet thread sends progress. What fails and may succeed later is sent
-    again, for `deadline_s` at most or until `close`; all that comes after it waits, so that the order stays. A message may then stand
-    in the log twice in a row.
+    again, for `deadline_s` at most or until `close`; all that comes after it waits, so that the order stays. A message may then
+    stand in the log twice in a row.
     waiting_s: how often such a wait speaks.
     """
 
