@@ -6,8 +6,6 @@ decided for all of its members.
 
 from typing import NamedTuple
 
-import msgspec
-
 from echo.trajectory import Trajectory
 
 
@@ -33,14 +31,8 @@ class Group(NamedTuple):
 def mask_older(group: Group, version: int) -> Group:
     """The group with no token of a policy older than `version` to be trained; members that have none are as they were."""
     return group._replace(
-        members=tuple(member._replace(trajectory=_masked(member.trajectory, version)) for member in group.members)
+        members=tuple(member._replace(trajectory=member.trajectory.masked_below(version)) for member in group.members)
     )
-
-
-def _masked(trajectory: Trajectory, version: int) -> Trajectory:
-    if trajectory.min_policy_version >= version:
-        return trajectory
-    return msgspec.structs.replace(trajectory, loss_mask=trajectory.loss_mask & (trajectory.token_versions() >= version))
 
 
 class Assembler:

@@ -103,10 +103,8 @@ def count(
             pending += 1
         elif fate.reason == "trained":
             trained += 1
-            header = codec.decode_headers(record.headers)
             if fate.newest_version is not None:
-                oldest = max(header.min_policy_version, min(header.max_policy_version, fate.masked_below or 0))
-                staleness_max = max(staleness_max, fate.newest_version - oldest)
+                staleness_max = max(staleness_max, fate.newest_version - _oldest_trained(record, fate.masked_below))
         elif fate.reason in _DEAD:
             dead += 1
             if record.where not in dead_origins:
@@ -257,6 +255,14 @@ def plot(lines: Sequence[Mapping[str, Any]], *, staleness_bound: int, title: str
     below.legend(loc="upper left", ncols=3, frameon=False)
     below.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def _oldest_trained(record: LogRecord, masked_below: int | None) -> int:
+    """The oldest version of a trained record's tokens that were left to be trained; its newest where none was."""
+    oldest = codec.decode_headers(record.headers).min_policy_version
+    if masked_below is None or oldest >= masked_below:
+        return oldest
+    return codec.decode(record.value).masked_below(masked_below).oldest_trained_version
 
 
 def _run_of(record: LogRecord) -> str | None:

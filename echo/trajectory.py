@@ -108,6 +108,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
                 return version
         return self.max_policy_version
 
+    def masked_below(self, version: int) -> "Trajectory":
+        """The same with no token of an older version to be trained; itself where it has none."""
+        if self.min_policy_version >= version:
+            return self
+        return msgspec.structs.replace(self, loss_mask=self.loss_mask & (self.token_versions() >= version))
+
     @property
     def token_count(self) -> int:
         """Prompt and completion tokens."""

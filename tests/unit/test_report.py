@@ -35,13 +35,29 @@ def test_every_record_is_looked_up_in_the_journal() -> None:
     assert counts.produced == counts.trained + sum(counts.dropped.values()) + counts.dead_lettered + counts.pending
 
 
-def test_masked_tokens_are_not_trained_and_so_not_stale() -> None:
-    """A record without a token that was left would still show."""
-    masked = {**line(1, version=9, trained=[[0, 2]]), "masked_below": 7}
-    records = [record(0, spans=((0, 3), (2, 8))), record(1, spans=((0, 7),))]
-    assert report.count(RUN_ID, records, [], report.fates([masked])).staleness_max == 2
-    records[1] = record(1, spans=((0, 3), (2, 5)))
-    assert report.count(RUN_ID, records, [], report.fates([masked])).staleness_max == 4
+@pytest.mark.parametrize(
+    ("spans", "loss_mask", "staleness"),
+    [
+        pytest.param(((0, 3), (2, 8)), [1, 1, 1, 1], 1, id="the older span is masked"),
+        pytest.param(((0, 3), (1, 5), (2, 8)), [1, 1, 1, 1], 1, id="both older spans are"),
+        pytest.param(((0, 2), (1, 9)), [1, 1, 1, 1], 0, id="no token of the bound's version is left"),
+        pytest.param(((0, 3), (1, 7), (2, 8)), [1, 0, 1, 1], 1, id="nor one that the policy did not sample"),
+        pytest.param(((0, 7), (2, 8)), [1, 1, 1, 1], 2, id="none is masked"),
+        pytest.param(((0, 3), (2, 5)), [1, 1, 1, 1], 4, id="no token is left, which still shows"),
+    ],
+)
+def test_masked_tokens_are_not_trained_and_so_not_stale(
+    spans: tuple[tuple[int, int], ...], loss_mask: list[int], staleness: int
+) -> None:
+    masked = {**line(1, version=9, trained=[[0, 1]]), "masked_below": 7}
+    one = record(
+        0,
+        completion_ids=np.arange(4),
+        logprobs=np.full(4, -1.0, dtype=np.float32),
+        loss_mask=np.array(loss_mask, dtype=bool),
+        spans=spans,
+    )
+    assert report.count(RUN_ID, [one], [], report.fates([masked])).staleness_max == staleness
 
 
 def test_a_dead_letter_counts_only_where_its_topic_holds_it() -> None:
