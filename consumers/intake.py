@@ -4,7 +4,8 @@ Refuses to read Kafka or write to it: `offer` takes a record and says what must 
 lock, so that a polling thread offers while the trainer cuts.
 
 Staleness is judged when a record is consumed and again, for all that waits here, whenever a newer version is announced:
-nothing stale is left to be cut. A group is one decision: what befalls one member befalls all, also those that arrive later.
+nothing stale is left to be cut. A group is one decision: what befalls one member befalls all, also those that arrive later,
+and after a restart.
 
 A group is stale by its oldest token (`on_stale` drop), or by the member whose newest token is the oldest (mask): then its
 other tokens are trained, and those that are too old are masked when the batch is cut.
@@ -13,7 +14,7 @@ other tokens are trained, and those that are too old are masked when the batch i
 import threading
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from consumers.groups import Assembler, Group, Member, mask_older
@@ -25,8 +26,12 @@ from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
 from echo.trajectory import Trajectory, incarnation_of
 
-# Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 20 MB.
+# Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 25 MB.
 _REMEMBERED_GROUPS = 100_000
+# Of these, so many go into a checkpoint: the newest that lack members. A group's members share a partition and are written
+# one soon after the other, so few are ever between two of them; what lacks one for good (it was unreadable, its producer
+# died) must not pile up. At most 1 MB.
+_CHECKPOINTED_GROUPS = 10_000
 
 
 class DeadLetter(NamedTuple):
@@ -71,6 +76,20 @@ class Settlement(NamedTuple):
     state: dict[str, Any] | None
 
 
+class _Decision:
+    """What befalls members that come after their group was decided. missing: how many of them are still to come.
+
+    held: members wait here to be trained, so a restart reads them again and decides anew.
+    """
+
+    __slots__ = ("held", "missing", "reason")
+
+    def __init__(self, reason: Reason, missing: int, *, held: bool = False) -> None:
+        self.reason = reason
+        self.missing = missing
+        self.held = held
+
+
 class Standing(NamedTuple):
     """Requested groups that wait here to be cut, and those that were dropped and will never come, with the reason."""
 
@@ -83,8 +102,9 @@ class BufferTooSmallError(EchoError):
 
 
 class Intake:
-    """See the module. `clock` gives seconds; `ledger` may come from a checkpoint; `vocabulary` is the learner's size of it.
+    """See the module. `clock` gives seconds; `vocabulary` is the learner's size of it.
 
+    state: what `settle` gave for the checkpoint that `ledger` comes from.
     max_tokens: prompt and completion tokens that the learner can take at most; a longer record's group is dropped.
     """
 
@@ -99,6 +119,7 @@ class Intake:
         group_deadline_s: float,
         min_group_size: int | None = None,
         ledger: Ledger,
+        state: Mapping[str, Any] | None = None,
         newest_version: int,
         vocabulary: int,
         max_tokens: int | None = None,
@@ -121,7 +142,17 @@ class Intake:
         self._ready_versions: list[int] = []
         self._ready_bytes = 0
         # By the group's key, since that is what a record is known by before its headers are read.
-        self._decided: OrderedDict[bytes, Reason] = OrderedDict()
+        self._decided: OrderedDict[bytes, _Decision] = OrderedDict(
+            (name.encode(), _Decision(Reason(reason), missing))
+            for name, (reason, missing) in (state or {}).get("decided", {}).items()
+        )
+        # By place: dead letters without acknowledgement, and those of the checkpoint that were not read again yet. What was
+        # decided about their groups since must not befall them.
+        self._letters: dict[tuple[int, int], tuple[Reason, str]] = {}
+        self._letters_before = {
+            (partition, offset): (Reason(reason), detail)
+            for partition, offset, reason, detail in (state or {}).get("letters", ())
+        }
         self._judged: list[Judged] = []
         self._dropped_groups: Counter[str] = Counter()
         self._worst_staleness = 0
@@ -139,10 +170,14 @@ class Intake:
         kept: list[tuple[LogRecord, codec.RecordHeader]] = []
         with self._changed:
             for record in records:
+                if self._letters_before and (record.partition, record.offset) in self._letters_before:
+                    dead.append(self._letter_again(record))
+                    continue
                 # Most of what is dropped. To look at the headers would cost more than all else about it.
                 decided = None if record.key is None else self._decided.get(record.key)
                 if decided is not None:
-                    self._ledger.pass_over(record.partition, record.offset, decided)
+                    if self._ledger.pass_over(record.partition, record.offset, decided.reason):
+                        decided.missing -= 1
                     continue
                 if not self._ledger.begin(record.partition, record.offset):
                     continue
@@ -162,6 +197,7 @@ class Intake:
                 letter = self._join(record, header, decoded)
                 if letter is not None:
                     dead.append(letter)
+            self._letters.update({(record.partition, record.offset): (reason, detail) for record, reason, detail in dead})
             self._tell()
         return dead
 
@@ -169,6 +205,7 @@ class Intake:
         """The broker has acknowledged the dead letter."""
         with self._changed:
             self._ledger.resolve(letter.record.partition, letter.record.offset, letter.reason)
+            del self._letters[letter.record.partition, letter.record.offset]
 
     def expire(self) -> None:
         """Decide groups whose deadline has passed: trainable with `min_group_size` members, else dropped."""
@@ -212,7 +249,7 @@ class Intake:
             ready = {group.group_id for group in self._ready}
             wanted = frozenset(group_ids)
             decided = {name: self._decided.get(name.encode()) for name in wanted - ready}
-            return Standing(wanted & ready, {name: reason for name, reason in decided.items() if reason is not None})
+            return Standing(wanted & ready, {name: found.reason for name, found in decided.items() if found is not None})
 
     def cut(self, timeout_s: float) -> list[Group] | None:
         """A batch of `groups_per_step` groups, the oldest policy first, then in order of completion; None after the timeout.
@@ -240,6 +277,9 @@ class Intake:
         with self._changed:
             for group in batch:
                 self._resolve_members(group.members, reason)
+                decided = self._decided.get(group.group_id.encode())
+                if decided is not None:
+                    decided.held = False
 
     def announced(self, version: int) -> None:
         """A newer policy version has been announced: what waits here is judged against it, now."""
@@ -255,11 +295,12 @@ class Intake:
             self._changed.notify_all()
 
     def settle(self, *, with_state: bool) -> "Settlement":
-        """What was resolved since the last call and, for a checkpoint, the ledger's state at this very moment."""
+        """What was resolved since the last call and, for a checkpoint, the state at this very moment, as plain data: the
+        ledger's, and what is decided about records that are still to be read."""
         with self._changed:
             judged, self._judged = self._judged, []
             groups, self._dropped_groups = dict(self._dropped_groups), Counter()
-            return Settlement(self._ledger.take_resolved(), judged, groups, self._ledger.state() if with_state else None)
+            return Settlement(self._ledger.take_resolved(), judged, groups, self._state() if with_state else None)
 
     def stats(self) -> IntakeStats:
         with self._changed:
@@ -294,6 +335,21 @@ class Intake:
         if len(self._ready) >= self._groups_per_step:
             self._changed.notify_all()
 
+    def _state(self) -> dict[str, Any]:
+        decided = [(key, found) for key, found in self._decided.items() if found.missing > 0 and not found.held]
+        letters = self._letters_before | self._letters
+        return {
+            **self._ledger.state(),
+            "decided": {key.decode(): [found.reason.value, found.missing] for key, found in decided[-_CHECKPOINTED_GROUPS:]},
+            "letters": [[*place, reason.value, detail] for place, (reason, detail) in letters.items()],
+        }
+
+    def _letter_again(self, record: LogRecord) -> DeadLetter:
+        """It could not be read before the restart, and the broker had not acknowledged its dead letter."""
+        fresh = self._ledger.begin(record.partition, record.offset)
+        assert fresh, f"{record.where} was resolved, and its dead letter was not"
+        return DeadLetter(record, *self._letters_before.pop((record.partition, record.offset)))
+
     @property
     def _nbytes(self) -> int:
         return self._assembler.nbytes + self._ready_bytes
@@ -302,9 +358,11 @@ class Intake:
         """Why a record is dropped from its headers, and with it its group where that is of this run; None: it is not."""
         if header.run_id != self._run_id:
             return Reason.FOREIGN_RUN
-        reason = self._decided.get(header.group_id.encode())
-        if reason is not None:
-            return reason
+        decided = self._decided.get(header.group_id.encode())
+        if decided is not None:
+            decided.missing -= 1
+            return decided.reason
+        reason = None
         low, high = self._seen or (header.min_policy_version, header.max_policy_version)
         self._seen = (min(low, header.min_policy_version), max(high, header.max_policy_version))
         if self._is_stale(header.max_policy_version if self._masks else header.min_policy_version):
@@ -315,7 +373,7 @@ class Intake:
             # Nothing of the group was ever taken, and it may be requested later.
             return Reason.UNREQUESTED
         if reason is not None:
-            self._drop(header.group_id, self._assembler.remove(header.group_id), reason)
+            self._drop_with(header, reason)
         return reason
 
     def _join(self, record: LogRecord, header: codec.RecordHeader, decoded: codec.Decoded | RecordError) -> DeadLetter | None:
@@ -323,7 +381,8 @@ class Intake:
         where = (record.partition, record.offset)
         decided = self._decided.get(header.group_id.encode())
         if decided is not None:
-            self._ledger.resolve(*where, decided)
+            decided.missing -= 1
+            self._ledger.resolve(*where, decided.reason)
             return None
         if self._assembler.holds(header.group_id, header.group_index):
             self._ledger.resolve(*where, Reason.DUPLICATE)
@@ -331,7 +390,7 @@ class Intake:
         if not isinstance(decoded, RecordError):
             decoded = self._misfit(decoded, header) or decoded
         if isinstance(decoded, RecordError):
-            self._drop(header.group_id, self._assembler.remove(header.group_id), Reason.INCOMPLETE_GROUP)
+            self._drop_with(header, Reason.INCOMPLETE_GROUP)
             return DeadLetter(record, _reason(decoded), str(decoded))
         group = self._assembler.add(Member(*where, decoded.trajectory), self._clock())
         if group is not None:
@@ -358,7 +417,8 @@ class Intake:
         self._ready.insert(at, group)
         self._ready_versions.insert(at, version)
         self._ready_bytes += group.nbytes
-        self._remember(group.group_id, later)
+        lacking = group.members[0].trajectory.group_size - len(group.members)
+        self._remember(group.group_id, _Decision(later, lacking, held=True))
 
     def _deciding_version(self, members: Iterable[Member]) -> int:
         """The version by which these are stale or not."""
@@ -383,18 +443,30 @@ class Intake:
             if self._is_stale(self._deciding_version(members)):
                 self._drop(group_id, self._assembler.remove(group_id), Reason.STALE)
 
-    def _drop(self, group_id: str, members: Iterable[Member], reason: Reason) -> None:
+    def _drop(self, group_id: str, members: Sequence[Member], reason: Reason) -> None:
         """Drop a group: its members here now, and those still to come."""
-        self._remember(group_id, reason)
-        self._dropped_groups[incarnation_of(group_id)] += 1
-        self._resolve_members(members, reason)
+        self._remember(group_id, _Decision(reason, members[0].trajectory.group_size - len(members)))
+        self._resolve_dropped(group_id, members, reason)
 
-    def _remember(self, group_id: str, reason: Reason) -> None:
+    def _drop_with(self, header: codec.RecordHeader, reason: Reason) -> None:
+        """Drop the group of a record that has not joined it, and that the caller sees to."""
+        members = self._assembler.remove(header.group_id)
+        self._remember(header.group_id, _Decision(reason, header.group_size - len(members) - 1))
+        self._resolve_dropped(header.group_id, members, reason)
+
+    def _remember(self, group_id: str, decision: _Decision) -> None:
         key = group_id.encode()
-        self._decided[key] = reason
-        self._decided.move_to_end(key)
+        before = self._decided.pop(key, None)
+        if before is not None:
+            # Some may have come since.
+            decision.missing = before.missing
+        self._decided[key] = decision
         if len(self._decided) > _REMEMBERED_GROUPS:
             self._decided.popitem(last=False)
+
+    def _resolve_dropped(self, group_id: str, members: Iterable[Member], reason: Reason) -> None:
+        self._dropped_groups[incarnation_of(group_id)] += 1
+        self._resolve_members(members, reason)
 
     def _resolve_members(self, members: Iterable[Member], reason: Reason) -> None:
         for partition, offset, trajectory in members:

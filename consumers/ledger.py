@@ -172,18 +172,19 @@ class Ledger:
         self.resolved[reason] += 1
         self._newly_resolved.add(partition, offset, reason)
 
-    def pass_over(self, partition: int, offset: int, reason: Reason) -> None:
+    def pass_over(self, partition: int, offset: int, reason: Reason) -> bool:
         """A record was read and is resolved at once: `begin` and `resolve` in one, for where many are dropped."""
         ledger = self._partitions[partition]
         if ledger.carried:
-            if self.begin(partition, offset):
+            if fresh := self.begin(partition, offset):
                 self.resolve(partition, offset, reason)
-            return
+            return fresh
         assert offset >= ledger.position, f"partition {partition}: offset {offset} after position {ledger.position}"
         ledger.position = offset + 1
         self.read += 1
         self.resolved[reason] += 1
         self._newly_resolved.add(partition, offset, reason)
+        return True
 
     def take_resolved(self) -> Resolved:
         """What was resolved since the last call."""

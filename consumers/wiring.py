@@ -121,6 +121,7 @@ def trainer_of(
             group_deadline_s=run.batch.group_deadline_s,
             min_group_size=run.batch.min_group_size,
             ledger=Ledger(range(clients.partitions), restored.get("ledger")),
+            state=restored.get("ledger"),
             newest_version=told.version,
             vocabulary=learner.vocabulary,
             max_tokens=run.batch.max_tokens or learner.positions,

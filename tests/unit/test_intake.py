@@ -1,20 +1,21 @@
 """From records to batches: one decision per group, no stale token trained, every record resolved once, memory bounded."""
 
+import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.intake import BufferTooSmallError, DeadLetter, Intake
+from consumers.intake import BufferTooSmallError, DeadLetter, Intake, Settlement
 from consumers.ledger import Ledger, Reason
 from echo import codec
 from echo.journal import covers
 from echo.kafka import LogRecord
-from echo.trajectory import Trajectory, group_id, trajectory_id
+from echo.trajectory import Trajectory, group_id, incarnation_of, trajectory_id
 from tests.helpers import RUN_ID, make_trajectory
 
 SIZE = 2
@@ -351,6 +352,174 @@ def test_a_restart_reads_pending_records_again_and_skips_resolved_ones() -> None
     assert batch[0].group_id == member(0, 0).group_id
     again.trained(batch)
     assert reasons(again) == {Reason.TRAINED: 4}
+
+
+def restarted(settled: Settlement, **overrides: object) -> Intake:
+    """Goes on from a checkpoint."""
+    state = json.loads(json.dumps(settled.state))
+    return make_intake(**({"ledger": Ledger([0], state), "state": state} | overrides))
+
+
+def test_the_stragglers_of_a_group_that_was_trained_at_its_deadline_are_no_second_group_after_a_restart() -> None:
+    clock, log = Clock(), Log()
+    intake = make_intake(clock, groups_per_step=1, min_group_size=2)
+    intake.offer([log.put(member(0, index, group_size=4)) for index in (0, 1)])
+    clock.now = 10.0
+    intake.expire()
+    batch = intake.cut(0)
+    assert batch is not None
+    held = intake.settle(with_state=True)
+    assert held.state is not None
+    assert held.state["decided"] == {}, "its members are read again, and it is decided anew"
+    intake.trained(batch)
+    again = restarted(intake.settle(with_state=True), groups_per_step=1, min_group_size=2)
+    again.offer([log.put(member(0, index, group_size=4)) for index in (2, 3)])
+    assert reasons(again) == {Reason.TRAINED: 2, Reason.DEADLINE: 2}
+    assert again.settle(with_state=False).dropped_groups == {}
+
+
+def test_a_group_that_a_checkpoint_cut_in_two_is_told_as_dropped_once() -> None:
+    log, intake = Log(), make_intake(newest_version=5)
+    intake.offer([log.put(member(number, 0)) for number in (0, 2)])
+    first = intake.settle(with_state=True)
+    again = restarted(first, newest_version=5)
+    again.offer([log.put(member(0, 1))])
+    second = again.settle(with_state=True)
+    assert (first.dropped_groups, second.dropped_groups) == ({"p0": 2}, {})
+    assert reasons(again) == {Reason.STALE: 3}
+    assert second.state is not None
+    assert second.state["decided"] == {member(2, 0).group_id: ["stale", 1]}, "all of group 0 has been seen"
+
+
+def test_a_group_that_is_dropped_after_stragglers_came_is_remembered_until_the_last_of_them() -> None:
+    clock, log = Clock(), Log()
+    intake = make_intake(clock, min_group_size=2)
+    intake.offer([log.put(member(0, index, group_size=4)) for index in (0, 1)])
+    clock.now = 10.0
+    intake.expire()
+    intake.offer([log.put(member(0, 2, group_size=4))])
+    intake.announced(5)
+    before = intake.settle(with_state=True).state
+    intake.offer([log.put(member(0, 3, group_size=4))])
+    after = intake.settle(with_state=True).state
+    assert before is not None
+    assert after is not None
+    assert (before["decided"], after["decided"]) == ({member(0, 0).group_id: ["stale", 1]}, {})
+
+
+def test_a_dead_letter_that_waits_stays_one_over_restarts_whatever_became_of_its_group() -> None:
+    """Also where the checkpoint between two restarts was written before the record was read again."""
+    log, intake = Log(), make_intake()
+    records = [log.put(member(1, 0)), log.put(member(0, 0))._replace(value=b"garbage")]
+    assert [letter.reason for letter in intake.offer(records)] == [Reason.CORRUPT]
+    again = restarted(intake.settle(with_state=True))
+    assert again.offer(records[:1]) == []
+    last = restarted(again.settle(with_state=True))
+    (letter,) = last.offer(records)
+    assert (letter.reason, letter.record) == (Reason.CORRUPT, records[1])
+    last.dead_lettered(letter)
+    state = last.settle(with_state=True).state
+    assert state is not None
+    assert state["letters"] == []
+
+
+def test_a_checkpoint_holds_no_more_decisions_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.intake._CHECKPOINTED_GROUPS", 3)
+    log, intake = Log(), make_intake(newest_version=5)
+    intake.offer([log.put(member(number, 0)) for number in range(5)])
+    state = intake.settle(with_state=True).state
+    assert state is not None
+    assert list(state["decided"]) == [member(number, 0).group_id for number in (2, 3, 4)]
+
+
+class Lineage(NamedTuple):
+    """What counts in the end: all of it goes back to the checkpoint with a crash."""
+
+    settled: Settlement
+    resolved: dict[int, str]
+    decisions: Counter[str]
+    lettered: set[int]
+
+    def after(self, settled: Settlement, trained: Iterable[str], lettered: Iterable[int]) -> "Lineage":
+        found = dict(self.resolved)
+        for reason, spans in settled.resolved.by_reason().items():
+            for offset in covers(spans["0"]):
+                assert offset not in found, f"offset {offset} was {found[offset]}, and is {reason}"
+                found[offset] = reason
+        decisions = self.decisions + Counter(settled.dropped_groups) + Counter(trained)
+        return Lineage(settled, found, decisions, self.lettered | {*lettered})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_lives_between_checkpoints_decide_every_group_and_record_once(data: st.DataObject) -> None:
+    """Members in any order, some unreadable; announcements, deadlines, steps, checkpoints and crashes at any moment."""
+    size, newest, clock, log = 3, 5, Clock(), Log()
+    options = {"max_staleness": 2, "groups_per_step": 1, "min_group_size": data.draw(st.sampled_from([None, 2]))}
+    supply = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, size - 1)), max_size=12, unique=True))
+    records = []
+    for number, index in supply:
+        # A producer for each group, so that what is told of producers tells of groups.
+        names = {"group_id": group_id(RUN_ID, f"p{number}", 0), "trajectory_id": trajectory_id(RUN_ID, f"p{number}", index)}
+        version = data.draw(st.sampled_from([2, 4, 5]))
+        record = log.put(member(number, index, version=version, group_size=size, **names))
+        kind = data.draw(st.sampled_from(["sound"] * 4 + ["bad value", "bad headers"]))
+        changed = {"sound": {}, "bad value": {"value": b"x"}, "bad headers": {"headers": [], "value": b"x"}}[kind]
+        records.append(record._replace(**changed))
+    intake = make_intake(clock, newest_version=newest, **options)
+    saved = Lineage(intake.settle(with_state=True), {}, Counter(), set())
+    known, letters, batch = saved, list[DeadLetter](), None
+    at = crashes = 0
+    while at < len(records):
+        letters += intake.offer([records[at]])
+        at += 1
+        for action in data.draw(
+            st.lists(st.sampled_from(["announce", "step", "expire", "letters", "save", "crash"]), max_size=2)
+        ):
+            trained: list[str] = []
+            if action == "announce":
+                newest += 1
+                intake.announced(newest)
+            elif action == "step" and batch is None:
+                batch = intake.cut(0)
+            elif action == "step" and batch is not None:
+                intake.trained(batch)
+                trained, batch = [incarnation_of(group.group_id) for group in batch], None
+            elif action == "expire":
+                clock.now += 10
+                intake.expire()
+            elif action == "letters":
+                for letter in letters:
+                    intake.dead_lettered(letter)
+                letters.clear()
+            elif action == "crash" and crashes < 3:
+                crashes += 1
+                newest += 1
+                intake = restarted(saved.settled, clock=clock, newest_version=newest, **options)
+                known, letters, batch = saved, [], None
+                at = intake.frontiers().get(0, 0)
+                continue
+            known = known.after(intake.settle(with_state=True), trained, [letter.record.offset for letter in letters])
+            if action == "save":
+                saved = known
+    if batch is not None:
+        intake.trained(batch)
+    clock.now += 100
+    intake.expire()
+    intake.announced(newest + 100)
+    for letter in letters:
+        intake.dead_lettered(letter)
+    last = [incarnation_of(group.group_id) for group in batch or ()]
+    known = known.after(intake.settle(with_state=True), last, [])
+    assert intake.stats().pending == 0
+    assert known.resolved.keys() == set(range(log.next))
+    assert {known.resolved[offset] for offset in known.lettered} <= {"corrupt"}, "a dead letter that waited was given up"
+    readable = {incarnation_of(member_of.group_id) for member_of in map(_header, records) if member_of is not None}
+    assert known.decisions == Counter(readable)
+
+
+def _header(record: LogRecord) -> codec.RecordHeader | None:
+    return codec.decode_headers(record.headers) if record.headers else None
 
 
 @settings(max_examples=200, deadline=None)
