@@ -153,7 +153,7 @@ def test_room_changes_hands_only_when_its_holder_can_not_use_it_any_more() -> No
 @given(st.randoms(use_true_random=False))
 def test_outstanding_groups_stay_within_the_window_whatever_is_late(random: Random) -> None:
     """Producers join at any time, take all the room that they are told of, and are as fast as they like; messages and
-    heartbeats are as late as they like, in order. A life is long enough for the room of one to go to another that joins late."""
+    heartbeats are as late as they like, in order. A life is long enough for one's room to go to another that joins late."""
     total = random.randint(1, 12)
     fleet = make_fleet(Clock(), total)
     windows: dict[str, Window] = {}
