@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pytest
+from structlog.testing import capture_logs
 
 from echo import control
 from echo.control import Announcement, ControlMessage, EndOfRun, Grant, Progress
@@ -128,6 +129,25 @@ def test_nothing_is_told_before_the_end_of_the_log_was_reached(reader: ScriptedR
     assert listener.state.announcement is not None
     assert listener.state.announcement.version == 7
     assert listener.state.end is None
+
+
+def test_a_topic_whose_end_does_not_come_is_waited_for_aloud(reader: ScriptedReader) -> None:
+    listener = PolicyListener(lambda: reader, "control", run_id=RUN, incarnation=ME, waiting_s=0.0)
+    with capture_logs() as said:
+        listener.start()
+        reader.give(announcement(1), announcement(2), at_end=False)
+        listener.close()
+    assert said[0]["event"].startswith("waiting for the end of topic control")
+    assert "2 records read" in said[0]["event"]
+
+
+def test_a_message_that_stands_twice_in_a_row_is_told_once(reader: ScriptedReader, listener: PolicyListener) -> None:
+    """A trainer that had no word of its commit sends again."""
+    message = announcement(1, p0_1234=Grant(window=3, resolved=1))
+    reader.give(message)
+    told = listener.state
+    reader.give(message)
+    assert listener.state is told
 
 
 def test_afterwards_an_announcement_is_told_at_once(reader: ScriptedReader, listener: PolicyListener) -> None:
