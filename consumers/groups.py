@@ -38,7 +38,7 @@ def mask_older(group: Group, version: int) -> Group:
 class Assembler:
     """Collects members until their group is complete. Not thread safe: its owner holds a lock.
 
-    deadline_s: a group is overdue this long after its first member was added (seconds on the caller's clock).
+    deadline_s: a group is overdue this long after its first member was added (seconds of reading, as the caller counts them).
     """
 
     def __init__(self, *, deadline_s: float) -> None:

@@ -14,7 +14,7 @@ other tokens are trained, and those that are too old are masked when the batch i
 import threading
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from consumers.groups import Assembler, Group, Member, mask_older
@@ -102,7 +102,7 @@ class BufferTooSmallError(EchoError):
 
 
 class Intake:
-    """See the module. `clock` gives seconds; `vocabulary` is the learner's size of it.
+    """See the module. `vocabulary` is the learner's size of it.
 
     state: what `settle` gave for the checkpoint that `ledger` comes from.
     max_tokens: prompt and completion tokens that the learner can take at most; a longer record's group is dropped.
@@ -123,7 +123,6 @@ class Intake:
         newest_version: int,
         vocabulary: int,
         max_tokens: int | None = None,
-        clock: Callable[[], float],
     ) -> None:
         self._run_id = run_id
         self._max_staleness = max_staleness
@@ -135,7 +134,8 @@ class Intake:
         self._newest = newest_version
         self._vocabulary = vocabulary
         self._max_tokens = max_tokens
-        self._clock = clock
+        # The deadline runs while records can come: members that wait in the log unread are not late.
+        self._reading_s = 0.0
         self._assembler = Assembler(deadline_s=group_deadline_s)
         # Oldest policy first, equals in order of completion; beside each group its deciding version, which is not cheap to ask.
         self._ready: list[Group] = []
@@ -207,10 +207,14 @@ class Intake:
             self._ledger.resolve(letter.record.partition, letter.record.offset, letter.reason)
             del self._letters[letter.record.partition, letter.record.offset]
 
-    def expire(self) -> None:
-        """Decide groups whose deadline has passed: trainable with `min_group_size` members, else dropped."""
+    def expire(self, read_s: float) -> None:
+        """Decide groups whose deadline has passed: trainable with `min_group_size` members, else dropped.
+
+        read_s: seconds for which the log was read since the last call.
+        """
         with self._changed:
-            for group_id in self._assembler.overdue(self._clock()):
+            self._reading_s += read_s
+            for group_id in self._assembler.overdue(self._reading_s):
                 members = self._assembler.remove(group_id)
                 if self._min_group_size is not None and len(members) >= self._min_group_size:
                     ordered = sorted(members, key=lambda member: member.trajectory.group_index)
@@ -392,7 +396,7 @@ class Intake:
         if isinstance(decoded, RecordError):
             self._drop_with(header, Reason.INCOMPLETE_GROUP)
             return DeadLetter(record, _reason(decoded), str(decoded))
-        group = self._assembler.add(Member(*where, decoded.trajectory), self._clock())
+        group = self._assembler.add(Member(*where, decoded.trajectory), self._reading_s)
         if group is not None:
             self._make_ready(group, Reason.DUPLICATE)
         return None

@@ -8,7 +8,7 @@ paused, and hands every failure to the trainer, who asks `check`.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -22,6 +22,8 @@ log = structlog.get_logger("reader")
 # Larger batches do not read faster from 8 KiB records up, and hold the intake's lock longer.
 _RECORDS_PER_READ = 100
 _POLL_S = 0.2
+# So much of a turn counts as reading: one that took longer was held up, by whatever stopped this process.
+_LONGEST_TURN_S = 1.0
 # It is a gauge for people, and to ask for it costs as much as to drop ten records.
 _LAG_EVERY_S = 0.2
 
@@ -42,6 +44,7 @@ class TrajectoryReader:
         partitions: int,
         frontiers: Mapping[int, int],
         dead_letter_topic: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._intake = intake
         self._reader = reader
@@ -49,6 +52,7 @@ class TrajectoryReader:
         self._all = [(topic, number) for number in range(partitions)]
         self._start = {(topic, number): frontiers.get(number, BEGINNING) for number in range(partitions)}
         self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered)
+        self._clock = clock
         self._stop = threading.Event()
         self._error: EchoError | None = None
         self.paused = False
@@ -91,11 +95,12 @@ class TrajectoryReader:
 
     def _turn(self) -> None:
         self._set_paused(self._intake.full() or self._letters.full)
+        began = self._clock()
         self._letters.add(self._intake.offer(self._reader.read(_RECORDS_PER_READ, _POLL_S)))
-        self._intake.expire()
+        self._intake.expire(0.0 if self.paused else min(self._clock() - began, _LONGEST_TURN_S))
         self._letters.send()
         # Here, because the client lets one thread in at a time, and is not fair: another thread would wait for very long.
-        if (now := time.monotonic()) >= self._lag_due:
+        if (now := self._clock()) >= self._lag_due:
             self._lag = {number: behind for (_, number), behind in self._reader.lag().items()}
             self._lag_due = now + _LAG_EVERY_S
 

@@ -125,7 +125,6 @@ def trainer_of(
             newest_version=told.version,
             vocabulary=learner.vocabulary,
             max_tokens=run.batch.max_tokens or learner.positions,
-            clock=time.monotonic,
         )
         publisher = PolicyPublisher(
             run_id=run.run_id,

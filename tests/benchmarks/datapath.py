@@ -249,7 +249,6 @@ class Bench:
             ledger=Ledger(range(PARTITIONS)),
             newest_version=100 if stale else 12,
             vocabulary=VOCABULARY,
-            clock=time.monotonic,
         )
         dead_letters = KafkaLogProducer(
             self._settings, client_id="echo", max_record_bytes=RECORD_BYTES, queue_bytes=QUEUE_BYTES

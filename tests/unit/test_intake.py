@@ -48,15 +48,7 @@ class Log:
         return record
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_intake(clock: Clock | None = None, **overrides: object) -> Intake:
+def make_intake(**overrides: object) -> Intake:
     values: dict[str, object] = {
         "run_id": RUN_ID,
         "max_staleness": 1,
@@ -66,7 +58,6 @@ def make_intake(clock: Clock | None = None, **overrides: object) -> Intake:
         "ledger": Ledger([0]),
         "newest_version": 0,
         "vocabulary": 100,
-        "clock": clock or Clock(),
     }
     return Intake(**(values | overrides))  # type: ignore[arg-type]
 
@@ -177,26 +168,23 @@ def test_an_announcement_drops_what_it_makes_stale_complete_or_not() -> None:
 
 
 def test_an_overdue_group_is_dropped_and_its_straggler_too() -> None:
-    clock, log = Clock(), Log()
-    intake = make_intake(clock)
+    log = Log()
+    intake = make_intake()
     intake.offer([log.put(member(0, 0))])
-    clock.now = 9.9
-    intake.expire()
+    intake.expire(9.9)
     assert intake.stats().pending == 1
-    clock.now = 10.0
-    intake.expire()
+    intake.expire(0.1)
     intake.offer([log.put(member(0, 1))])
     assert reasons(intake) == {Reason.DEADLINE: 2}
 
 
 def test_an_overdue_group_is_trained_with_the_members_it_has_where_that_is_allowed() -> None:
-    clock, log = Clock(), Log()
-    intake = make_intake(clock, groups_per_step=1, min_group_size=2)
+    log = Log()
+    intake = make_intake(groups_per_step=1, min_group_size=2)
     intake.offer(
         [log.put(member(0, 2, group_size=4)), log.put(member(0, 0, group_size=4)), log.put(member(1, 0, group_size=4))]
     )
-    clock.now = 10.0
-    intake.expire()
+    intake.expire(10.0)
     batch = intake.cut(0)
     assert batch is not None
     assert [m.trajectory.group_index for m in batch[0].members] == [0, 2]
@@ -361,11 +349,10 @@ def restarted(settled: Settlement, **overrides: object) -> Intake:
 
 
 def test_the_stragglers_of_a_group_that_was_trained_at_its_deadline_are_no_second_group_after_a_restart() -> None:
-    clock, log = Clock(), Log()
-    intake = make_intake(clock, groups_per_step=1, min_group_size=2)
+    log = Log()
+    intake = make_intake(groups_per_step=1, min_group_size=2)
     intake.offer([log.put(member(0, index, group_size=4)) for index in (0, 1)])
-    clock.now = 10.0
-    intake.expire()
+    intake.expire(10.0)
     batch = intake.cut(0)
     assert batch is not None
     held = intake.settle(with_state=True)
@@ -392,11 +379,10 @@ def test_a_group_that_a_checkpoint_cut_in_two_is_told_as_dropped_once() -> None:
 
 
 def test_a_group_that_is_dropped_after_stragglers_came_is_remembered_until_the_last_of_them() -> None:
-    clock, log = Clock(), Log()
-    intake = make_intake(clock, min_group_size=2)
+    log = Log()
+    intake = make_intake(min_group_size=2)
     intake.offer([log.put(member(0, index, group_size=4)) for index in (0, 1)])
-    clock.now = 10.0
-    intake.expire()
+    intake.expire(10.0)
     intake.offer([log.put(member(0, 2, group_size=4))])
     intake.announced(5)
     before = intake.settle(with_state=True).state
@@ -454,7 +440,7 @@ class Lineage(NamedTuple):
 @given(st.data())
 def test_any_lives_between_checkpoints_decide_every_group_and_record_once(data: st.DataObject) -> None:
     """Members in any order, some unreadable; announcements, deadlines, steps, checkpoints and crashes at any moment."""
-    size, newest, clock, log = 3, 5, Clock(), Log()
+    size, newest, log = 3, 5, Log()
     options = {"max_staleness": 2, "groups_per_step": 1, "min_group_size": data.draw(st.sampled_from([None, 2]))}
     supply = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, size - 1)), max_size=12, unique=True))
     records = []
@@ -466,7 +452,7 @@ def test_any_lives_between_checkpoints_decide_every_group_and_record_once(data: 
         kind = data.draw(st.sampled_from(["sound"] * 4 + ["bad value", "bad headers"]))
         changed = {"sound": {}, "bad value": {"value": b"x"}, "bad headers": {"headers": [], "value": b"x"}}[kind]
         records.append(record._replace(**changed))
-    intake = make_intake(clock, newest_version=newest, **options)
+    intake = make_intake(newest_version=newest, **options)
     saved = Lineage(intake.settle(with_state=True), {}, Counter(), set())
     known, letters, batch = saved, list[DeadLetter](), None
     at = crashes = 0
@@ -486,8 +472,7 @@ def test_any_lives_between_checkpoints_decide_every_group_and_record_once(data: 
                 intake.trained(batch)
                 trained, batch = [incarnation_of(group.group_id) for group in batch], None
             elif action == "expire":
-                clock.now += 10
-                intake.expire()
+                intake.expire(10)
             elif action == "letters":
                 for letter in letters:
                     intake.dead_lettered(letter)
@@ -495,7 +480,7 @@ def test_any_lives_between_checkpoints_decide_every_group_and_record_once(data: 
             elif action == "crash" and crashes < 3:
                 crashes += 1
                 newest += 1
-                intake = restarted(saved.settled, clock=clock, newest_version=newest, **options)
+                intake = restarted(saved.settled, newest_version=newest, **options)
                 known, letters, batch = saved, [], None
                 at = intake.frontiers().get(0, 0)
                 continue
@@ -504,8 +489,7 @@ def test_any_lives_between_checkpoints_decide_every_group_and_record_once(data: 
                 saved = known
     if batch is not None:
         intake.trained(batch)
-    clock.now += 100
-    intake.expire()
+    intake.expire(100)
     intake.announced(newest + 100)
     for letter in letters:
         intake.dead_lettered(letter)
@@ -526,9 +510,9 @@ def _header(record: LogRecord) -> codec.RecordHeader | None:
 @given(st.data())
 def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data: st.DataObject) -> None:
     """Members in any order, doubled, of any version; announcements, deadlines, cuts and checkpoints at any moment."""
-    clock, log, bound = Clock(), Log(), data.draw(st.integers(0, 2))
+    log, bound = Log(), data.draw(st.integers(0, 2))
     on_stale = data.draw(st.sampled_from(["drop", "mask"]))
-    intake = make_intake(clock, max_staleness=bound, on_stale=on_stale)
+    intake = make_intake(max_staleness=bound, on_stale=on_stale)
     supply = data.draw(
         st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1), st.integers(0, 6), st.integers(0, 3)), max_size=40),
         label="members",
@@ -545,8 +529,7 @@ def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data
             newest += data.draw(st.integers(1, 3))
             intake.announced(newest)
         elif action == "expire":
-            clock.now += 6
-            intake.expire()
+            intake.expire(6)
         elif action == "letters":
             for letter in open_letters:
                 intake.dead_lettered(letter)
@@ -567,8 +550,7 @@ def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data
         assert stats.read == log.next
         assert stats.read == sum(stats.resolved.values()) + stats.pending
     assert len(set(trained)) == len(trained)
-    clock.now += 100
-    intake.expire()
+    intake.expire(100)
     for letter in open_letters:
         intake.dead_lettered(letter)
     intake.announced(newest + 100)

@@ -12,11 +12,13 @@ from consumers.dead_letters import DeadLetters
 from consumers.intake import DeadLetter, Intake
 from consumers.ledger import Ledger, Reason
 from consumers.reader import TrajectoryReader
+from echo import codec
 from echo.errors import EchoError
 from echo.log import LogReader, LogRecord
+from echo.trajectory import Trajectory, group_id, trajectory_id
 from tests.eventually import eventually
 from tests.fakes.log import FakeLog, FakeProducer, FakeReader
-from tests.helpers import RUN_ID
+from tests.helpers import RUN_ID, make_trajectory
 
 TOPIC, DEAD = "trajectories", "dead"
 
@@ -33,18 +35,45 @@ def letter(offset: int, size: int = 10) -> DeadLetter:
     return DeadLetter(LogRecord(TOPIC, 0, offset, None, [("h", None)], b"v" * size, 0), Reason.CORRUPT, "why")
 
 
-def make_intake(state: Mapping[str, Any] | None = None) -> Intake:
+def make_intake(state: Mapping[str, Any] | None = None, buffer_bytes: int = 2**30) -> Intake:
     return Intake(
         run_id=RUN_ID,
         max_staleness=1,
         groups_per_step=1,
-        buffer_bytes=2**30,
+        buffer_bytes=buffer_bytes,
         group_deadline_s=60.0,
         ledger=Ledger([0], state),
         newest_version=0,
         vocabulary=100,
-        clock=lambda: 0.0,
     )
+
+
+class Timed(FakeReader):
+    """A read takes `seconds` on the clock, and none in earnest."""
+
+    def __init__(self, log: FakeLog, clock: Clock) -> None:
+        super().__init__(log)
+        self._clock = clock
+        self.seconds = 1.0
+
+    def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
+        self._clock.now += self.seconds
+        return super().read(max_records, 0.0)
+
+
+def member(number: int, index: int) -> Trajectory:
+    return make_trajectory(
+        group_id=group_id(RUN_ID, "p", number),
+        trajectory_id=trajectory_id(RUN_ID, "p", 2 * number + index),
+        group_size=2,
+        group_index=index,
+    )
+
+
+def put(log: FakeLog, trajectory: Trajectory) -> None:
+    key, headers, value = codec.encode(trajectory)
+    with log.changed:
+        log.append(TOPIC, key, value, headers)
 
 
 @contextmanager
@@ -130,6 +159,60 @@ def test_a_restart_reads_a_partition_that_was_never_read_from_where_it_begins() 
             log.append(TOPIC, b"k", b"poison", [])
         eventually(lambda: intake.stats().resolved.get(Reason.CORRUPT) == 1, "the record is read")
     assert intake.frontiers() == {0: 2}
+
+
+def by_turns(log: FakeLog, intake: Intake, reader: FakeReader, clock: Clock) -> TrajectoryReader:
+    """Without its thread: the test has it read."""
+    for topic in (TOPIC, DEAD):
+        log.create_topic(topic)
+    reader.assign({(TOPIC, 0): 0})
+    return TrajectoryReader(
+        intake=intake,
+        reader=reader,
+        producer=FakeProducer(log),
+        topic=TOPIC,
+        partitions=1,
+        frontiers={},
+        dead_letter_topic=DEAD,
+        clock=clock,
+    )
+
+
+def test_reading_stops_while_the_buffer_is_full_and_no_deadline_runs_then() -> None:
+    """What would complete a group waits in the log meanwhile: the group is not late."""
+    log, clock = FakeLog(), Clock()
+    intake, reader = make_intake(buffer_bytes=3 * member(0, 0).nbytes), Timed(log, clock)
+    trajectories = by_turns(log, intake, reader, clock)
+    for number, index in ((0, 0), (0, 1), (1, 0)):
+        put(log, member(number, index))
+    trajectories._turn()
+    put(log, member(1, 1))
+    for _ in range(100):
+        trajectories._turn()
+    assert trajectories.paused
+    assert (intake.stats().read, intake.stats().resolved) == (3, {})
+    assert intake.cut(0) is not None
+    trajectories._turn()
+    assert not trajectories.paused
+    assert intake.stats().read == 4
+    assert intake.cut(0) is not None
+
+
+def test_a_groups_deadline_runs_while_it_is_read_and_not_while_the_process_is_held_up() -> None:
+    log, clock = FakeLog(), Clock()
+    intake, reader = make_intake(), Timed(log, clock)
+    trajectories = by_turns(log, intake, reader, clock)
+    put(log, member(0, 0))
+    trajectories._turn()
+    reader.seconds = 3600.0
+    trajectories._turn()
+    reader.seconds = 0.5
+    for _ in range(110):
+        trajectories._turn()
+    assert intake.stats().resolved == {}
+    for _ in range(10):
+        trajectories._turn()
+    assert intake.stats().resolved == {Reason.DEADLINE: 1}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
