@@ -138,7 +138,17 @@ def test_many_records_in_a_row_are_one_run() -> None:
     found = Resolved()
     for offset in range(100_000):
         found.add(0, offset, Reason.STALE)
-    assert sum(len(runs) for runs in found._runs.values()) == 1
+    assert sum(sys.getsizeof(runs) for runs in found._runs.values()) < 200
+
+
+def test_records_that_end_differently_by_turns_take_few_bytes_each() -> None:
+    found, number = Resolved(), 10_000
+    for offset in range(number):
+        found.add(0, offset, (Reason.STALE, Reason.DUPLICATE)[offset % 2])
+    runs = found._runs.values()
+    assert (
+        sum(sys.getsizeof(part) + sum(sys.getsizeof(x) for x in part if not isinstance(x, int)) for part in runs) < 20 * number
+    )
 
 
 def test_what_is_resolved_above_one_pending_record_takes_no_memory_for_each() -> None:
