@@ -169,8 +169,9 @@ class Intake:
         dead: list[DeadLetter] = []
         kept: list[tuple[LogRecord, codec.RecordHeader]] = []
         with self._changed:
+            letters_before = self._letters_before
             for record in records:
-                if self._letters_before and (record.partition, record.offset) in self._letters_before:
+                if letters_before and (record.partition, record.offset) in letters_before:
                     dead.append(self._letter_again(record))
                     continue
                 # Most of what is dropped. To look at the headers would cost more than all else about it.
