@@ -18,6 +18,7 @@ _Version = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
+
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """What the trainer tells one producer incarnation about admission.
 
