@@ -1,88 +1,86 @@
 """Positions shown in Kafka under a consumer group, so that ordinary lag tools see them (kafka-consumer-groups, Burrow, ...).
 
 Refuses to be read back, to hold anybody up, and to fail: positions live in the trainer's checkpoint, these are a picture of
-them. The group has no members; its offsets are altered through the admin API, which brokers allow for such a group only.
+them. The group has no members: they are committed by a client that never subscribes, which brokers allow for such a group only.
+The admin API could do it too, but its requests to a coordinator abort the process when the connection breaks under them
+(librdkafka pull request 5397).
 """
 
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from echo.kafka.admin import KafkaLogAdmin
-from echo.kafka.client import Settings
+from echo.kafka.client import PRODUCER_ONLY, ClientErrors, Settings, build, client_settings
 from echo.log import Partition
 
 log = structlog.get_logger("kafka")
 
-_RETRY_S = 0.2
+_DEFAULTS: dict[str, Any] = {"enable.auto.commit": False, "enable.auto.offset.store": False}
+# Between looks for an answer; after a refusal also between tries: a coordinator that is only just loading refuses at first.
+_LOOK_S = 0.2
 
 
 class KafkaGroupOffsets:
-    """See `LogGroupOffsets`. timeout_s: the deadline of one request, which runs in the client's own thread."""
+    """See `LogGroupOffsets`. Not thread safe; requests run in the client's own thread."""
 
-    def __init__(self, settings: Settings, *, group: str, client_id: str, timeout_s: float = 5.0) -> None:
-        self._client = KafkaLogAdmin(settings, client_id=client_id).client
+    def __init__(self, settings: Settings, *, group: str, client_id: str) -> None:
+        conf = client_settings(settings, _DEFAULTS, client_id=client_id, drop=PRODUCER_ONLY)
+        conf |= {"group.id": group, "on_commit": self._on_commit, "error_cb": ClientErrors(client_id)}
+        self._client = build(Consumer, conf)
         self._group = group
-        self._timeout_s = timeout_s
         self._wanted: dict[Partition, int] = {}
-        self._sent: dict[Partition, int] = {}
-        self._request: Future[Any] | None = None
+        self._sent: dict[Partition, int] | None = None
+        self._shown: dict[Partition, int] = {}
         self._said = ""
 
     def show(self, positions: Mapping[Partition, int]) -> None:
         self._wanted = dict(positions)
+        self._client.poll(0)
         # What is under way may not be overtaken; the newest positions then go with the next call, or with `close`.
-        if self._request is None or self._request.done():
-            self._succeeded()
-            self._send()
+        self._send()
 
     def close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self._wanted:
-            if self._succeeded(max(0.0, deadline - time.monotonic())) and self._sent == self._wanted:
-                return
-            if time.monotonic() >= deadline:
-                if self._request is not None and not self._request.done():
-                    self._warn(f"no answer within {timeout_s:g} s")
-                return
-            # A coordinator that is only just loading refuses at first.
-            time.sleep(_RETRY_S)
+        while self._shown != self._wanted:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
             self._send()
+            self._client.poll(min(_LOOK_S, left))
+        if self._sent is None:
+            self._client.close()
+        else:
+            self._warn(f"no answer within {timeout_s:g} s")
+            # Closing waits for the answer, for most of a minute. Nobody waits for this thread, not even the process's end.
+            threading.Thread(target=self._client.close, name="group-offsets", daemon=True).start()
 
     def _send(self) -> None:
-        self._sent = self._wanted
-        wanted = [TopicPartition(topic, number, offset) for (topic, number), offset in self._wanted.items()]
+        if self._sent is not None or self._shown == self._wanted:
+            return
         try:
-            asked = self._client.alter_consumer_group_offsets(
-                [ConsumerGroupTopicPartitions(self._group, wanted)], request_timeout=self._timeout_s
+            self._client.commit(
+                offsets=[TopicPartition(topic, number, offset) for (topic, number), offset in self._wanted.items()],
+                asynchronous=True,
             )
         except KafkaException as error:
-            self._request = None
             self._warn(error.args[0].str())
         else:
-            self._request = asked[self._group]
+            self._sent = self._wanted
 
-    def _succeeded(self, timeout_s: float = 0.0) -> bool:
-        """Whether the request under way, if any, succeeded within the timeout. A failure is said once, until it is another."""
-        if self._request is None:
-            return False
-        try:
-            answer = self._request.result(timeout_s)
-        except TimeoutError:
-            return False
-        except KafkaException as error:
-            self._warn(error.args[0].str())
-            return False
-        failed = next((place for place in answer.topic_partitions if place.error is not None), None)
-        if failed is not None:
-            self._warn(f"{failed.topic}[{failed.partition}]: {failed.error.str()}")
-            return False
-        self._said = ""
-        return True
+    def _on_commit(self, error: KafkaError | None, places: Sequence[TopicPartition]) -> None:
+        sent, self._sent = self._sent, None
+        failed = next((place for place in places if place.error is not None), None)
+        if error is not None:
+            self._warn(error.str())
+        elif failed is not None:
+            self._warn(f"{failed.topic}[{failed.partition}]: {failed.error}")
+        else:
+            self._shown = sent or {}
+            self._said = ""
 
     def _warn(self, text: str) -> None:
         if text != self._said:
