@@ -77,12 +77,17 @@ class TrajectoryReader:
         """Per partition, records between the reader's position and the log end, as the polling thread last saw them."""
         return self._lag
 
-    def close(self) -> None:
-        """Stop polling and wait for outstanding dead letters."""
+    def stop(self) -> None:
+        """Stop polling and wait for outstanding dead letters, so that a last checkpoint knows them as resolved."""
+        if self._stop.is_set():
+            return
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=30)
         self._letters.flush(10.0)
+
+    def close(self) -> None:
+        self.stop()
         self._reader.close()
 
     def _run(self) -> None:

@@ -113,6 +113,7 @@ class Trainer:
             if self.step % self._run.checkpoint.every == 0:
                 self._checkpoint()
         finished = self.step >= self._run.learner.steps
+        self._reader.stop()
         if self._checkpointed_step != self.step:
             self._checkpoint()
         # Last: a trainer that is killed before its last checkpoint has steps to do again, and needs its producers for them.

@@ -100,7 +100,7 @@ def trainer_of(
         server_url, check_children = _weight_server(run, opened)
         # From here on an older trainer of this run is fenced, so what it announced can be read to the end; once it has left
         # its folder, what it saved last is what we go on from.
-        writer = ControlWriter(clients.open_control(), names.control)
+        writer = ControlWriter(clients.open_control(), names.control, waiting_s=run.limits.waiting_s)
         opened.callback(writer.close)
         opened.enter_context(checkpoints.held(stopping=stop.is_set, waiting_s=run.limits.waiting_s))
         loaded = _loaded(checkpoints, run.checkpoint.resume)

@@ -183,6 +183,25 @@ def test_a_record_that_can_not_be_read_goes_to_the_dead_letters_and_training_goe
     train(run, cluster)
     counts = cluster.counts(run)
     assert (counts.produced, counts.trained, counts.dead_lettered) == (2 * GROUP + 1, 2 * GROUP, 1)
+
+
+def test_the_last_checkpoint_waits_for_the_word_about_dead_letters(model_path: str, tmp_path: Path) -> None:
+    """Else the next start would write the letter again."""
+
+    class Late(FakeProducer):
+        def poll(self, timeout_s: float) -> None:
+            """The broker's word comes with `flush` alone."""
+
+    cluster = Cluster()
+    cluster.clients = cluster.clients._replace(open_dead_letters=lambda: Late(cluster.log))
+    with cluster.log.changed:
+        cluster.log.append(NAMES.trajectories, b"k", b"\x80\x04not a record", [("schema", b"1.0"), ("run", RUN_ID.encode())])
+    cluster.sample(range(2))
+    train(make_run(model_path, tmp_path, steps=1), cluster)
+    cluster.sample(range(2, 4))
+    run = make_run(model_path, tmp_path, steps=2)
+    train(run, cluster)
+    assert len(cluster.log.records(NAMES.dead_letter)) == cluster.counts(run).dead_lettered == 1
     (letter,) = cluster.log.records(NAMES.dead_letter)
     assert letter.value == b"\x80\x04not a record"
 
