@@ -60,7 +60,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, started: list[Demo]) ->
 def test_kill_9_leaves_no_process_behind(tmp_path: Path, started: list[Demo]) -> None:
     demo = Demo(tmp_path / "out", "learner.steps=100000")
     started.append(demo)
-    demo.until_step(1)
+    assert eventually(lambda: len(demo.processes()) >= 4, "weight server, trainer and producers are there", timeout_s=120)
     demo.process.kill()
     assert eventually(lambda: not demo.processes(), "all of its processes ended", timeout_s=60), demo.processes()
 

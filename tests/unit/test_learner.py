@@ -363,7 +363,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(model_path):
 def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path, model_path):
     """A folder without a model, and one that lacks tensors, are named; nothing is initialised at random in silence."""
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"model\.path .*empty"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*empty can't be loaded"):
         Learner(make_run(str(tmp_path / "empty")))
     holes = Qwen3ForCausalLM.from_pretrained(model_path)
     state = {name: v for name, v in holes.state_dict().items() if "layers.1.mlp" not in name and name != "lm_head.weight"}
