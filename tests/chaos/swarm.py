@@ -260,12 +260,6 @@ class Swarm:
         """The newest checkpoint's step."""
         return max((int(path.name[5:12]) for path in self.run.checkpoint.dir.glob("step-*")), default=0)
 
-    def ledger(self) -> dict[str, Any]:
-        """What the newest checkpoint says of the log: frontiers, what is resolved above them, counts."""
-        newest = max(self.run.checkpoint.dir.glob("step-*"))
-        found: dict[str, Any] = json.loads((newest / "meta.json").read_text())["reader"]["ledger"]
-        return found
-
     def acknowledged(self) -> list[tuple[str, int, int]]:
         """What the broker acknowledged to producers: (trajectory id, partition, offset)."""
         # A kill may cut the last line of a life short; then the producer did not hear of the acknowledgement either.
