@@ -49,7 +49,7 @@ def test_the_trainer_dies_before_and_after_every_step_of_its_loop(swarm: Swarm) 
 
     Each life but the first goes on from a checkpoint, writes one, and dies with one to three steps on top of it, which its
     successor has to take back. In each a producer leaves half a group behind, so that in some, as the broker and the producers
-    happen to go, records are resolved above a frontier when the checkpoint is written; for certain they are in the property tests.
+    happen to go, records are resolved above a frontier when the checkpoint is written; property tests have that for certain.
     """
     swarm.start(WEIGHTS)
     swarm.start("p1")
