@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from echo.broker import BrokerPlan, RunningBroker, plan_broker, start_broker
 from echo.errors import BrokerError
+from tests.e2e.demo import Demo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,3 +95,13 @@ def create_topic(topic_prefix: str) -> CreateTopic:
         return topic
 
     return create
+
+
+@pytest.fixture
+def started() -> Iterator[list[Demo]]:
+    """Demos that a test started: none outlives it."""
+    demos: list[Demo] = []
+    yield demos
+    for demo in demos:
+        demo.process.kill()
+        demo.process.wait()

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 # The demo trains without a reference policy: it has no distance from one, and 0 would be a lie.
 NOT_IN_THE_DEMO = {"echo_train_reference_kl_nats"}
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Demo]]:
-    """Demos that a test started: none outlives it."""
-    demos: list[Demo] = []
-    yield demos
-    for demo in demos:
-        demo.process.kill()
-        demo.process.wait()
 
 
 def test_the_reward_climbs_and_every_trajectory_is_accounted_for(tmp_path: Path, started: list[Demo]) -> None:

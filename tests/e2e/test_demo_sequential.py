@@ -1,7 +1,6 @@
 """`echo-demo --mode sequential` with producers that pull from each other: whole processes, and staleness 0."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS, GROUPS, GROUP = 12, 8, 8
 PRODUCERS = {"p0", "p1"}
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Demo]]:
-    """Demos that a test started: none outlives it."""
-    demos: list[Demo] = []
-    yield demos
-    for demo in demos:
-        demo.process.kill()
-        demo.process.wait()
 
 
 def sent_to_peers(exposition: str) -> dict[str, float]:

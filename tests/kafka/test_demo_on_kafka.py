@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,6 @@ from echo.run_file import load
 from tests.e2e.demo import Demo, check_summary
 
 pytestmark = [pytest.mark.kafka, pytest.mark.e2e, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def started() -> Iterator[list[Demo]]:
-    """Demos that a test started: none outlives it."""
-    demos: list[Demo] = []
-    yield demos
-    for demo in demos:
-        demo.process.kill()
-        demo.process.wait()
 
 
 def kcat(*arguments: str) -> str:
