@@ -20,12 +20,13 @@ import structlog
 import yaml
 
 from echo import journal, report, topics
-from echo.broker import plan_broker, start_broker
+from echo.broker import BrokerPlan, plan_broker, start_broker
 from echo.broker.process import free_ports
 from echo.config import RunConfig
 from echo.demo_view import View
 from echo.errors import ConfigError, EchoError
 from echo.kafka import KafkaLogAdmin, KafkaLogReader
+from echo.model_path import check_model_path
 from echo.process import Child, StopSignal, stop_children
 from echo.run_file import load, save
 from echo.weights.spawn import WeightServerProcess
@@ -33,7 +34,7 @@ from echo.weights.spawn import WeightServerProcess
 log = structlog.get_logger("demo")
 
 # One thread for each process: more of them on two cores only wait for each other.
-_CHILD_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+_CHILD_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 _TICK_S = 0.5
 _STOP_S = 20.0
 _READ_BACK_S = 60.0
@@ -51,8 +52,12 @@ class Outcome(NamedTuple):
     bias: dict[str, Any] | None = None
 
 
-def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConfig:
-    """The demo's run file, `out/run.yaml`. Raises ConfigError where `out` holds an earlier run, or for a wrong override."""
+def prepare(out: Path, *, seed: int, overrides: Sequence[str], apache_home: Path | None) -> tuple[RunConfig, BrokerPlan]:
+    """The demo's run, written to `out/run.yaml`, and the broker that it will have. Starts nothing.
+
+    Raises ConfigError where `out` holds an earlier run, for a wrong override, or where model.path can only be a folder and is
+    none; BrokerError where there is no broker to start. `out` may then be chosen again.
+    """
     path = out / "run.yaml"
     if path.exists():
         raise ConfigError(f"{out} holds a run already: choose another --out")
@@ -66,9 +71,21 @@ def write_run_file(out: Path, *, seed: int, overrides: Sequence[str]) -> RunConf
     template["producer"]["seed"] = seed
     template["task"]["seed"] = seed
     path.write_text(yaml.safe_dump(template, sort_keys=False))
-    run = load(path, overrides)
+    try:
+        run = load(path, overrides)
+        if _has_own_model(run, out):
+            check_model_path(run.model.path)
+        plan = plan_broker(run.broker, apache_home=apache_home)
+    except EchoError:
+        path.unlink()
+        raise
     save(run, path)
-    return run
+    return run, plan
+
+
+def _has_own_model(run: RunConfig, out: Path) -> bool:
+    """Whether model.path was overridden: that model is the user's, and only read."""
+    return Path(run.model.path) != out / "model"
 
 
 def run_demo(
@@ -88,35 +105,34 @@ def run_demo(
     say: a line for people. draw: called about twice a second with fresh numbers. Raises EchoError.
     """
     began = time.monotonic()
-    run = write_run_file(out, seed=seed, overrides=overrides)
+    run, plan = prepare(out, seed=seed, overrides=overrides, apache_home=apache_home)
+    say(plan.describe())
     logs = out / "logs"
     logs.mkdir()
     with ExitStack() as opened:
-        run = _with_broker(run, out, apache_home, nodes, opened, say)
+        broker = opened.enter_context(start_broker(plan, data_dir=out / "broker", nodes=nodes))
+        settings = {**run.broker.settings, "bootstrap.servers": broker.bootstrap_servers}
+        run = run.model_copy(update={"broker": run.broker.model_copy(update={"settings": settings})})
         save(run, out / "run.yaml")
         children: list[Child] = []
         opened.callback(lambda: stop_children(children, timeout_s=_STOP_S))
         env = {**os.environ, **_CHILD_ENV}
         start = partial(_start, children=children, logs=logs, env=env)
-        say("making a tiny policy: random weights, then a short supervised warm-up (see logs/model.log)")
-        maker = start(
-            "model",
-            "-m",
-            "producers.tiny_policy",
-            "--task-file",
-            str(out / "run.yaml"),
-            "--out",
-            run.model.path,
-            "--seed",
-            str(seed),
-        )
+        run_file = str(out / "run.yaml")
+        maker = None
+        if _has_own_model(run, out):
+            say(f"the policy is {run.model.path}")
+        else:
+            say("making a tiny policy: random weights, then a short supervised warm-up (see logs/model.log)")
+            env["HF_HUB_OFFLINE"] = "1"
+            make = ["-m", "producers.tiny_policy", "--task-file", run_file, "--out", run.model.path, "--seed", str(seed)]
+            maker = start("model", *make)
         spec = _make_topics(run)
         server = WeightServerProcess.start(run, logs / "weights.log")
         opened.callback(server.stop)
-        if not _wait(maker, stop):
+        if maker is not None and not _wait(maker, stop):
             return Outcome(out)
         say("starting the trainer and the producers")
-        run_file = str(out / "run.yaml")
         trainer = start("train", "-m", "consumers.cli", run_file)
         ports = free_ports(producers)
         workers = [
@@ -142,17 +158,6 @@ def run_demo(
         say("the run is over; counting every record of it in the log")
         summary, bias = _report(run, spec, out, seconds=lambda: time.monotonic() - began)
     return Outcome(out, summary, bias)
-
-
-def _with_broker(
-    run: RunConfig, out: Path, apache_home: Path | None, nodes: int, opened: ExitStack, say: Callable[[str], None]
-) -> RunConfig:
-    """The run, pointed at the broker of its file or at one that was started for it."""
-    plan = plan_broker(run.broker, apache_home=apache_home)
-    say(plan.describe())
-    broker = opened.enter_context(start_broker(plan, data_dir=out / "broker", nodes=nodes))
-    settings = {**run.broker.settings, "bootstrap.servers": broker.bootstrap_servers}
-    return run.model_copy(update={"broker": run.broker.model_copy(update={"settings": settings})})
 
 
 def _make_topics(run: RunConfig) -> topics.Spec:

@@ -4,11 +4,12 @@
     echo-demo --seed 1 --out demo-1
     echo-demo --apache /opt/kafka
     echo-demo --mode sequential
+    echo-demo model.path=my-model
     echo-demo broker.settings.bootstrap.servers=kafka-1:9092 learner.steps=50
 
-Starts a broker (unless the run has one), makes a tiny policy and a reasoning-gym task, runs two producers and a trainer, and
-ends by itself. Refuses to leave a process behind. Exit status: 0 when the run ended, 130 after Ctrl-C, 2 where an argument
-is wrong, 1 for every other failure.
+Starts a broker (unless the run has one), makes a tiny policy (unless model.path names one) and a reasoning-gym task, runs two
+producers and a trainer, and ends by itself. Refuses to leave a process behind. Exit status: 0 when the run ended, 130 after
+Ctrl-C, 2 where an argument is wrong, 1 for every other failure.
 """
 
 from pathlib import Path

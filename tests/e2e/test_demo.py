@@ -1,6 +1,7 @@
 """The main job: `echo-demo` on the embedded broker climbs, accounts for every trajectory, and leaves nothing running."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -36,18 +37,26 @@ def test_the_reward_climbs_and_every_trajectory_is_accounted_for(tmp_path: Path,
     assert eventually(lambda: not demo.processes(), "all of its processes ended"), demo.processes()
 
 
-def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, started: list[Demo]) -> None:
-    demo = Demo(tmp_path / "out", "learner.steps=100000")
+def test_ctrl_c_leaves_no_process_behind_and_an_own_model_as_it_was(
+    tmp_path: Path, warm_policy: Path, started: list[Demo]
+) -> None:
+    """A model that the user names is trained from, and never written to."""
+    shutil.copytree(warm_policy, model := tmp_path / "own")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    demo = Demo(tmp_path / "out", "learner.steps=100000", f"model.path={model}", "--seed", "5")
     started.append(demo)
     demo.until_step(1)
     assert len(demo.processes()) >= 4
     demo.process.send_signal(signal.SIGINT)
     assert demo.process.wait(60) == 130, demo.log
     assert eventually(lambda: not demo.processes(), "all of its processes ended"), demo.processes()
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert f"the policy is {model}" in demo.log
+    assert not (demo.out / "model").exists()
 
 
-def test_kill_9_leaves_no_process_behind(tmp_path: Path, started: list[Demo]) -> None:
-    demo = Demo(tmp_path / "out", "learner.steps=100000")
+def test_kill_9_leaves_no_process_behind(tmp_path: Path, warm_policy: Path, started: list[Demo]) -> None:
+    demo = Demo(tmp_path / "out", "learner.steps=100000", f"model.path={warm_policy}")
     started.append(demo)
     assert eventually(lambda: len(demo.processes()) >= 4, "weight server, trainer and producers are there", timeout_s=120)
     demo.process.kill()

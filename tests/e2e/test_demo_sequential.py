@@ -27,12 +27,13 @@ def pulls(log: Path) -> list[tuple[int, int]]:
     return [(int(line["version"]), int(line["from_peers"])) for line in lines]
 
 
-def test_producers_that_are_asked_for_each_step_feed_each_other(tmp_path: Path, started: list[Demo]) -> None:
+def test_producers_that_are_asked_for_each_step_feed_each_other(tmp_path: Path, warm_policy: Path, started: list[Demo]) -> None:
     """Both ways, as sender and receiver count it; no trajectory is stale, and each step trains what it asked for."""
     demo = Demo(
         tmp_path / "out",
         "--mode",
         "sequential",
+        f"model.path={warm_policy}",
         f"learner.steps={STEPS}",
         f"batch.groups_per_step={GROUPS}",
         "producer.groups_per_call=4",

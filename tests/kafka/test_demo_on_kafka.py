@@ -29,18 +29,18 @@ def frontier_of(demo: Demo, topic: str) -> dict[tuple[str, int], int]:
 
 
 def test_the_same_run_on_apache_kafka_is_readable_by_kcat(
-    apache: RunningBroker, tmp_path: Path, topic_prefix: str, started: list[Demo]
+    apache: RunningBroker, tmp_path: Path, topic_prefix: str, warm_policy: Path, started: list[Demo]
 ) -> None:
     """Only bootstrap.servers differs from the demo on the embedded broker (and a prefix, since tests share this Kafka)."""
     servers = apache.bootstrap_servers
     where = (f"broker.settings.bootstrap.servers={servers}", f"topics.prefix={topic_prefix}")
-    demo = Demo(tmp_path / "out", "--seed", "1", *where, "learner.steps=70")
+    demo = Demo(tmp_path / "out", "--seed", "1", *where, f"model.path={warm_policy}", "learner.steps=45")
     started.append(demo)
     assert demo.wait() == 0, demo.log
     assert "bootstrap.servers of the run file" in demo.log
     summary = demo.summary()
     check_summary(summary, learned=False)
-    assert summary["reward_last"] >= summary["reward_first"] + 0.3, "two thirds of the steps show that it learns"
+    assert summary["reward_last"] >= summary["reward_first"] + 0.2, "fewer than half of the demo's steps show that it learns"
 
     group = f"echo-{load(demo.out / 'run.yaml').run_id}"
     admin = AdminClient({"bootstrap.servers": servers})
@@ -63,13 +63,15 @@ def test_the_same_run_on_apache_kafka_is_readable_by_kcat(
     assert any(json.loads(line)["type"] == "announcement" for line in announcements)
 
 
-def test_a_leader_killed_in_mid_run_costs_nothing(apache_plan: BrokerPlan, tmp_path: Path, started: list[Demo]) -> None:
+def test_a_leader_killed_in_mid_run_costs_nothing(
+    apache_plan: BrokerPlan, tmp_path: Path, warm_policy: Path, started: list[Demo]
+) -> None:
     """Three nodes, replication 3, min.insync.replicas 2; kill -9 of a node that leads trajectories partitions."""
     with start_broker(apache_plan, data_dir=tmp_path / "kafka", nodes=3, heap_mib=384) as broker:
         assert isinstance(broker, ApacheBroker)
         # Three brokers slow it down: a short run, most of it without the node that led at its start.
         servers = f"broker.settings.bootstrap.servers={broker.bootstrap_servers}"
-        demo = Demo(tmp_path / "out", "--seed", "2", servers, "learner.steps=20")
+        demo = Demo(tmp_path / "out", "--seed", "2", servers, f"model.path={warm_policy}", "learner.steps=20")
         started.append(demo)
         demo.until_step(3)
         admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})

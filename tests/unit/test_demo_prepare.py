@@ -1,0 +1,42 @@
+"""What `echo-demo` refuses before it starts anything, and that a folder it refused for may be chosen again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from echo.demo import prepare
+from echo.errors import EchoError
+from echo.run_file import load
+
+
+def test_the_run_file_is_what_the_processes_read(tmp_path: Path) -> None:
+    run, plan = prepare(tmp_path, seed=3, overrides=["learner.steps=7"], apache_home=None)
+    assert load(tmp_path / "run.yaml") == run
+    assert (run.seed, run.task.seed, run.producer.seed, run.learner.steps) == (3, 3, 3, 7)
+    assert run.model.path == str(tmp_path / "model"), "where the tiny policy will be"
+    assert plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "apache", "message"),
+    [
+        (["learner.step=7"], None, "unknown key learner.step: did you mean learner.steps?"),
+        (["model.path=/nowhere/model"], None, "model.path: /nowhere/model is no folder"),
+        ([], Path("/nowhere/kafka"), "/nowhere/kafka"),
+    ],
+)
+def test_what_is_refused_leaves_the_folder_free(
+    tmp_path: Path, overrides: Sequence[str], apache: Path | None, message: str
+) -> None:
+    with pytest.raises(EchoError) as caught:
+        prepare(tmp_path, seed=0, overrides=overrides, apache_home=apache)
+    assert message in str(caught.value)
+    prepare(tmp_path, seed=0, overrides=(), apache_home=None)
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run_id: earlier\n")
+    with pytest.raises(EchoError, match="holds a run already"):
+        prepare(tmp_path, seed=0, overrides=(), apache_home=None)
+    assert (tmp_path / "run.yaml").read_text() == "run_id: earlier\n"
