@@ -3,6 +3,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 PIP_ARGS ?=
+# What starts whole runs has the machine to itself; all other tests run in WORKERS processes.
+WORKERS ?= 2
+ALONE = tests/chaos tests/e2e tests/kafka tests/parallel
 INSTALL = $(VENV)/bin/python -m pip install -q --constraint deploy/constraints.txt $(PIP_ARGS)
 
 .PHONY: demo test check format
@@ -11,7 +14,12 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/echo-demo $(ARGS)
 
 test: $(VENV)/.dev
+ifdef ARGS
 	$(VENV)/bin/python -m pytest $(ARGS)
+else
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ALONE:%=--ignore=%)
+	$(VENV)/bin/python -m pytest $(ALONE)
+endif
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
