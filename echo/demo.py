@@ -29,6 +29,7 @@ from echo.kafka import KafkaLogAdmin, KafkaLogReader
 from echo.model_path import check_model_path
 from echo.process import Child, StopSignal, stop_children
 from echo.run_file import load, save
+from echo.waiting import Watch
 from echo.weights.spawn import WeightServerProcess
 
 log = structlog.get_logger("demo")
@@ -75,6 +76,9 @@ def prepare(out: Path, *, seed: int, overrides: Sequence[str], apache_home: Path
         run = load(path, overrides)
         if _has_own_model(run, out):
             check_model_path(run.model.path)
+            if Path(run.model.path).is_dir():
+                # Named from here: whoever reads the run file may be elsewhere.
+                run = run.model_copy(update={"model": run.model.model_copy(update={"path": os.path.abspath(run.model.path)})})
         plan = plan_broker(run.broker, apache_home=apache_home)
     except EchoError:
         path.unlink()
@@ -218,9 +222,11 @@ def _start(name: str, *arguments: str, children: list[Child], logs: Path, env: M
 
 def _wait(child: Child, stop: StopSignal) -> bool:
     """Wait for a child to end well; False where a stop was asked for first."""
+    watch = Watch(f"{child.name} to end", lambda: f"the end of {child.log_path}: {child.log_tail(1)}", say=log.warning)
     while child.wait(_TICK_S) is None:
         if stop.is_set():
             return False
+        watch.check()
     _check([child])
     return not stop.is_set()
 

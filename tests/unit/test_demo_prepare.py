@@ -35,6 +35,13 @@ def test_what_is_refused_leaves_the_folder_free(
     prepare(tmp_path, seed=0, overrides=(), apache_home=None)
 
 
+def test_an_own_model_is_found_from_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run, _ = prepare(tmp_path / "out", seed=0, overrides=["model.path=mine"], apache_home=None)
+    assert run.model.path == load(tmp_path / "out" / "run.yaml").model.path == str(tmp_path / "mine")
+
+
 def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("run_id: earlier\n")
     with pytest.raises(EchoError, match="holds a run already"):
