@@ -60,6 +60,11 @@ class Learner:
     """
 
     def __init__(self, run: RunConfig, team: Team | None = None) -> None:
+        if run.sampling.group_size < 2 and run.learner.steps:
+            # Every advantage and every preference would be 0: steps that look well and change nothing.
+            raise ConfigError(
+                "sampling.group_size is 1: a reward counts against others of its group, so nothing is learned: take 2 or more"
+            )
         self._run = run
         self._settings = Settings.of(run.learner, fixed_length=run.sampling.max_tokens)
         if run.learner.threads:

@@ -404,3 +404,10 @@ def test_a_bound_on_tokens_beyond_the_models_positions_is_refused(model_path):
     too_many = run.model_copy(update={"batch": run.batch.model_copy(update={"max_tokens": 129})})
     with pytest.raises(ConfigError, match=r"batch\.max_tokens is 129, tiny has 128 positions"):
         Learner(too_many)
+
+
+def test_groups_of_one_teach_nothing_and_are_refused(model_path):
+    run = make_run(model_path)
+    alone = run.model_copy(update={"sampling": run.sampling.model_copy(update={"group_size": 1})})
+    with pytest.raises(ConfigError, match=r"sampling\.group_size is 1.*take 2 or more"):
+        Learner(alone)
