@@ -7,6 +7,7 @@ Its safe point is every token boundary. A policy taken there replaces the weight
 them, and so each later token is drawn from exactly what the new policy says about the whole prefix.
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,12 @@ class TransformersEngine:
                 self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **options)
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise EngineError(f"model {model}: can't be built on {device}: {error}") from error
+        if "past_key_values" not in inspect.signature(self._model.forward).parameters:
+            # It would be handed each later token without a word of what came before.
+            raise EngineError(
+                f"model {model}: {type(self._model).__name__} takes no key-value cache, and this engine samples with one:"
+                " take a model with attention layers"
+            )
         self._model.requires_grad_(False)
         self._model.eval()
         self._end_ids = torch.tensor(_end_ids(model, config), dtype=torch.long, device=self._device)
@@ -224,7 +231,7 @@ class TransformersEngine:
             if self._positions is not None and len(prompt) + sampling.max_tokens > self._positions:
                 raise EngineError(
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {sampling.max_tokens} that is beyond"
-                    f" the model's {self._positions} positions"
+                    f" the model's {self._positions} positions: lower sampling.max_tokens, or give the task shorter prompts"
                 )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MambaConfig
 
 from echo.config import RunConfig
 from echo.errors import ConfigError, EngineError
@@ -12,7 +13,7 @@ from echo.trajectory import Sampling
 from producers.engines.base import Policy
 from producers.engines.registry import make_engine
 from producers.engines.transformers import TransformersEngine, draw
-from tests.tiny import END_IDS, VOCABULARY, as_policy, host_tensors, reference_logprobs, save_tiny, tiny_model
+from tests.tiny import END_IDS, POSITIONS, VOCABULARY, as_policy, host_tensors, reference_logprobs, save_tiny, tiny_model
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12], [13, 14]]
 GREEDY = Sampling(max_tokens=20, top_k=1)
@@ -171,6 +172,19 @@ def test_a_wrong_engine_or_parameter_is_a_config_error(folder: str, producer: di
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=str(tmp_path)):
         TransformersEngine(str(tmp_path), dtype="float32", device="cpu")
+
+
+def test_a_model_that_takes_no_key_value_cache_is_refused(tmp_path: Path) -> None:
+    """Mamba keeps a state of its own, and would sample each token from the one before it alone."""
+    MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="MambaForCausalLM takes no key-value cache"):
+        TransformersEngine(str(tmp_path), dtype="float32", device="cpu")
+
+
+def test_completions_beyond_the_models_positions_are_told_with_a_way_out(engine: TransformersEngine) -> None:
+    engine.load(as_policy(tiny_model(7), 0))
+    with pytest.raises(EngineError, match=r"max_tokens 64 .* 64 positions: lower sampling\.max_tokens"):
+        engine.generate([[3]], Sampling(max_tokens=POSITIONS))
 
 
 def test_token_ids_are_plain_integers(engine: TransformersEngine) -> None:
