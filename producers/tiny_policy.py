@@ -24,8 +24,10 @@ from echo.config import RunConfig
 from echo.errors import EchoError, TaskError
 from echo.process import configure_logging, end_with_asking_parent
 from echo.run_file import load
-from producers.tasks.base import Task
+from echo.waiting import Watch
+from producers.tasks.base import Prompt, Task
 from producers.tasks.registry import make_task
+from producers.tasks.scoring import ScorerPool
 
 log = structlog.get_logger("tiny-policy")
 
@@ -33,6 +35,7 @@ _PAD, _END, _UNKNOWN = "<pad>", "<eos>", "<unk>"
 # Printable ASCII without capitals, and the line feed.
 _CHARACTERS = [*(chr(code) for code in range(32, 127) if not chr(code).isupper()), "\n"]
 
+_POSITIONS = 512
 _BATCH = 64
 _LEARNING_RATE = 1e-3
 _STEPS_BETWEEN_SAMPLES = 5
@@ -51,12 +54,15 @@ class WarmUp(NamedTuple):
 def make_tiny_policy(run: RunConfig, out: Path, seed: int, *, until: float = 0.1, most_steps: int = 5000) -> WarmUp:
     """Write the model folder `out` for the run's task, warmed up until the share `until` of samples is right.
 
-    Raises TaskError where the task's prompts name no answer as text, or the share is not reached within `most_steps`.
+    Raises TaskError where the task's prompts name no answer as text or leave no room for completions, where its scorer
+    does not take answers as this policy writes them, or where the share is not reached within `most_steps`.
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
     model = build(tokenizer)
-    examples = _examples(make_task(run.task), tokenizer, seed)
+    task = make_task(run.task)
+    _check_answers(task, tokenizer, run, seed)
+    examples = _examples(task, tokenizer, run, seed)
     warm_up = _warm_up(model, tokenizer, examples, run, seed, until, most_steps)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
@@ -88,7 +94,7 @@ def build(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=32,
-            max_position_embeddings=512,
+            max_position_embeddings=_POSITIONS,
             tie_word_embeddings=False,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -102,12 +108,48 @@ class _Example(NamedTuple):
     answer: list[int]
 
 
-def _examples(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[_Example]:
+def _answer(task: Task, prompt: Prompt) -> str:
+    answer = prompt.reference.get("answer")
+    if not isinstance(answer, str):
+        raise TaskError(f"task {task.name}: prompt {prompt.prompt_id} has no answer in text, so it can't warm up a policy")
+    return answer
+
+
+def _check_answers(task: Task, tokenizer: PreTrainedTokenizerFast, run: RunConfig, seed: int) -> None:
+    """Raise TaskError where an answer that lost its capitals, or characters beyond ASCII, is no right answer any more: samples
+    would be counted as right here, and none would ever be rewarded."""
+    changed: list[tuple[Prompt, str, str]] = []
+    for prompt in itertools.islice(task.prompts(seed), _BATCH):
+        answer = _answer(task, prompt)
+        written = cast("str", tokenizer.decode(tokenizer.encode(answer), skip_special_tokens=True))
+        if written != answer:
+            changed.append((prompt, answer, written))
+    if not changed:
+        return
+    scorer = ScorerPool(task, timeout_s=run.task.scorer_timeout_s, memory_mib=run.task.scorer_memory_mib)
+    try:
+        as_given = scorer.score([(answer, prompt.reference) for prompt, answer, _ in changed])
+        as_written = scorer.score([(written, prompt.reference) for prompt, _, written in changed])
+    finally:
+        scorer.close()
+    for (prompt, answer, written), given, got in zip(changed, as_given, as_written, strict=True):
+        if got.reward < given.reward:
+            raise TaskError(
+                f"task {task.name}: prompt {prompt.prompt_id} wants {answer[:80]!r}; this policy writes no capitals and no "
+                f"characters beyond ASCII, and {written[:80]!r} is rewarded {got.reward:g}: take another data set"
+            )
+
+
+def _examples(task: Task, tokenizer: PreTrainedTokenizerFast, run: RunConfig, seed: int) -> Iterator[_Example]:
     for prompt in task.prompts(seed):
-        answer = prompt.reference.get("answer")
-        if not isinstance(answer, str):
-            raise TaskError(f"task {task.name}: prompt {prompt.prompt_id} has no answer in text, so it can't warm up a policy")
-        yield _Example(tokenizer.encode(prompt.text), [*tokenizer.encode(answer), tokenizer.eos_token_id])
+        example = _Example(tokenizer.encode(prompt.text), [*tokenizer.encode(_answer(task, prompt)), tokenizer.eos_token_id])
+        if len(example.prompt) + max(len(example.answer), run.sampling.max_tokens) > _POSITIONS:
+            raise TaskError(
+                f"task {task.name}: prompt {prompt.prompt_id} has {len(example.prompt)} characters and its answer "
+                f"{len(example.answer) - 1}; with sampling.max_tokens {run.sampling.max_tokens} that is beyond this policy's "
+                f"{_POSITIONS} positions: lower sampling.max_tokens, or shorten the prompt (task.params)"
+            )
+        yield example
 
 
 def _warm_up(
@@ -121,8 +163,14 @@ def _warm_up(
 ) -> WarmUp:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    right = 0.0
+    right, step = 0.0, 0
+    watch = Watch(
+        f"{until:.0%} of samples to be right",
+        lambda: f"{right:.1%} after {step} of {most_steps} supervised steps",
+        limit_s=run.limits.waiting_s,
+    )
     for step in range(1, most_steps + 1):
+        watch.check()
         batch = list(itertools.islice(examples, _BATCH))
         loss = model(**_supervised(batch, tokenizer.pad_token_id)).loss
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -82,6 +83,31 @@ def test_a_warm_up_that_does_not_get_there_is_told(tmp_path: Path) -> None:
 def test_a_task_without_answers_in_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"prompt graph_color/.* has no answer in text"):
         make_tiny_policy(_run(dataset="graph_color"), tmp_path, seed=0)
+
+
+def test_a_task_that_rewards_only_what_the_policy_can_not_write_is_refused(tmp_path: Path) -> None:
+    """In small letters its samples would be counted as right, and none rewarded. Where case is no matter, all is well."""
+    with pytest.raises(TaskError, match=r"prompt caesar_cipher/.* wants '[A-Z ]+'; this policy writes no capitals"):
+        make_tiny_policy(_run(dataset="caesar_cipher", dataset_params={"max_words": 3}), tmp_path, seed=0)
+    one_word = _run(dataset="letter_jumble", dataset_params={"min_words": 1, "max_words": 1}, prompt="?")
+    with pytest.raises(TaskError, match="after 1 supervised steps"):
+        make_tiny_policy(one_word, tmp_path, seed=0, most_steps=1)
+
+
+def test_completions_beyond_its_positions_are_told_before_the_warm_up(tmp_path: Path) -> None:
+    run = _run(dataset="spell_backward")
+    longer = run.model_copy(update={"sampling": run.sampling.model_copy(update={"max_tokens": 1024})})
+    with pytest.raises(TaskError, match=r"max_tokens 1024 .* 512 positions: lower sampling\.max_tokens"):
+        make_tiny_policy(longer, tmp_path, seed=0)
+
+
+def test_a_long_warm_up_says_how_far_it_is(tmp_path: Path) -> None:
+    run = _run()
+    impatient = run.model_copy(update={"limits": run.limits.model_copy(update={"waiting_s": 1e-6})})
+    with capture_logs() as logs:
+        make_tiny_policy(impatient, tmp_path, seed=0, until=0.0)
+    assert "0% of samples to be right" in logs[0]["event"]
+    assert "of 5000 supervised steps" in logs[0]["event"]
 
 
 def test_the_command_says_what_it_did_and_what_is_wrong(tmp_path: Path) -> None:
