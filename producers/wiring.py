@@ -123,6 +123,9 @@ def load_tokenizer(path: str, *, chat: bool) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(unloadable(path, "gives no tokenizer", error)) from error
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        # What transformers makes of a folder without one, for some kinds of model: every prompt would be unknown, or empty.
+        raise ConfigError(f"model.path: {path} has no tokenizer's files: put the model's there (tokenizer.json, ...)")
     if not chat:
         return cast("Tokenizer", tokenizer)
     if not tokenizer.chat_template:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3TextConfig, PretrainedConfig, Qwen3Config
 
 from echo.errors import ConfigError
 from producers.tiny_policy import character_tokenizer
@@ -31,6 +32,14 @@ def test_a_tokenizer_without_template_is_a_clear_error(tmp_path: Path) -> None:
     character_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"task\.chat"):
         load_tokenizer(str(tmp_path), chat=True)
+
+
+@pytest.mark.parametrize("config", [Qwen3Config(), Gemma3TextConfig()], ids=lambda config: config.model_type)
+def test_a_model_saved_without_its_tokenizer_is_told(tmp_path: Path, config: PretrainedConfig) -> None:
+    """transformers makes one up that knows special tokens alone: prompts would be empty, or unknown."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no tokenizer's files"):
+        load_tokenizer(str(tmp_path), chat=False)
 
 
 def test_a_folder_without_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
