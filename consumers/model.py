@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -133,8 +134,10 @@ def _load(path: str) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(unloadable(path, "can't be loaded", error)) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # Among others: no file of safetensors, one that is cut off, tensors of other shapes than config.json has.
+        said = unloadable(path, "can't be loaded", error)
+        raise ConfigError(f"{said} (weights are read from whole safetensors files that fit config.json)") from error
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from consumers.model import Policy
-from echo.errors import EchoError
+from echo.errors import ConfigError, EchoError
 from echo.model_path import names_folder, unloadable
 from echo.run_file import load
 from producers.engines.transformers import TransformersEngine
 from producers.wiring import load_tokenizer
+from tests.tiny import save_tiny
 
 LOADERS: list[Callable[[str], object]] = [
     lambda path: Policy(path, lora=None, recompute=False),
@@ -38,6 +39,31 @@ def test_what_was_found_and_is_of_no_use_is_not_blamed_on_the_hub() -> None:
     assert unloadable("org/model", "gives no tokenizer", ValueError("no\n  such type")) == (
         "model.path: org/model gives no tokenizer: no such type"
     )
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _reshape(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 40'))
+
+
+def _unpack(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("damage", [_cut, _reshape, _unpack])
+def test_weights_that_are_cut_off_or_do_not_fit_are_told(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """As a download that broke off leaves them, or an older format."""
+    path = save_tiny(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"model\.path: {path} can't be loaded: .* whole safetensors files that fit config.json"
+    ):
+        Policy(path, lora=None, recompute=False)
 
 
 @pytest.mark.parametrize(
