@@ -131,6 +131,9 @@ def _load(path: str) -> Any:
             for name, value in part.to_dict().items():
                 if "drop" in name and isinstance(value, float):
                     setattr(part, name, 0.0)
+    except (OSError, ValueError) as error:
+        raise ConfigError(unloadable(path, "can't be loaded", error)) from error
+    try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )

@@ -66,6 +66,12 @@ def test_weights_that_are_cut_off_or_do_not_fit_are_told(tmp_path: Path, damage:
         Policy(path, lora=None, recompute=False)
 
 
+def test_a_folder_that_is_no_model_is_not_blamed_on_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't be loaded: Unrecognized model") as caught:
+        Policy(str(tmp_path), lora=None, recompute=False)
+    assert "safetensors" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
