@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echo.errors import TaskError
-from producers.tasks import wire
+from producers.tasks import scoring, wire
 from producers.tasks.base import Score
 from producers.tasks.scoring import ScorerPool
 from tests.fakes.scorers import ScorerTask
@@ -38,6 +38,21 @@ def hasty() -> Iterator[ScorerPool]:
 
 def _one(pool: ScorerPool, text: str, **reference: object) -> Score:
     return pool.score([(text, reference)])[0]
+
+
+def test_the_time_that_an_engine_takes_to_be_built_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started before the engine and are listened to after it; they import their scorer meanwhile."""
+    with monkeypatch.context() as built_slowly:
+        built_slowly.setattr(scoring, "START_TIMEOUT_S", 0.0)
+        pool = ScorerPool(ScorerTask(), workers=2, timeout_s=30.0, memory_mib=256)
+    try:
+        replies = [worker.replies for worker in pool._workers]
+        for reply in replies:
+            assert select.select([reply], [], [], 60.0)[0], "it was told what to import and says that it is ready"
+        pool.wait_ready()
+        assert _one(pool, "good") == GOOD
+    finally:
+        pool.close()
 
 
 def test_scores_come_in_order_with_their_components(pool: ScorerPool) -> None:
