@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import sympy
 
 from echo.errors import TaskError
 from producers.tasks import scoring, wire
@@ -256,6 +259,22 @@ def test_a_worker_dies_with_a_killed_parent(deed: str) -> None:
             finally:
                 parent.kill()
         assert _ended(watch)
+
+
+def test_numbers_of_any_size_and_fractions_cross_as_they_are() -> None:
+    """Items of reasoning-gym's codeio and gsm_symbolic hold them: the first one that came ended its producer."""
+    reference = {"large": [2**64, -(2**63) - 1, 10**5000], "edge": (2**64 - 1, -(2**63)), "part": Fraction(1, 3 * 2**70)}
+    crossed = wire.decode(wire.encode(reference)[wire.LENGTH.size :])
+    assert crossed == reference
+    assert isinstance(crossed["part"], Fraction)
+
+
+def test_numbers_of_other_libraries_cross_as_plain_ones() -> None:
+    """codeio runs code that uses them."""
+    reference = [sympy.Integer(3), sympy.Rational(1, 3), sympy.Float(0.5), np.int64(4), np.float32(0.25), np.str_("x")]
+    crossed = wire.decode(wire.encode(reference)[wire.LENGTH.size :])
+    assert crossed == [3, Fraction(1, 3), 0.5, 4, 0.25, "x"]
+    assert [type(one) for one in crossed] == [int, Fraction, float, int, float, str]
 
 
 def test_a_frame_says_what_is_no_plain_data() -> None:
