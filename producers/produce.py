@@ -212,12 +212,14 @@ class ProduceLoop:
                 if found is not None:
                     return found
                 with self._listener.changed:
-                    if self._heard() == before and not self._puller.has_policy:
+                    if self._heard() == before:
                         self._listener.changed.wait(_SLICE_S)
                 watch.check()
 
-    def _heard(self) -> tuple[ControlState, tuple[Request, ...]]:
-        return self._listener.state, self._requests.held if self._requests is not None else ()
+    def _heard(self) -> tuple[ControlState, tuple[Request, ...], bool]:
+        held = self._requests.held if self._requests is not None else ()
+        # Whether a policy waits, and not that one does: in sequential mode it may wait for a request that never comes.
+        return self._listener.state, held, self._puller.has_policy
 
     def _look_for_room(self) -> int | None:
         """Groups that may begin now, at least 1."""

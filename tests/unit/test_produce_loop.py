@@ -77,7 +77,10 @@ class MoodyProducer(FakeProducer):
 
 
 class Harness:
-    """A loop in a thread, and both ends of everything around it. puller: pulls instead of the fake `weights`."""
+    """A loop in a thread, and both ends of everything around it.
+
+    puller: pulls instead of the fake `weights`. stop: asks for the end.
+    """
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Harness:
         groups_per_call: int = 4,
         run: Any = None,
         puller: PullClient | None = None,
+        stop: threading.Event | None = None,
         **engine: Any,
     ) -> None:
         self.run = RunConfig.model_validate(
@@ -105,7 +109,7 @@ class Harness:
         self.engine = FakeEngine(**engine)
         self.weights = FakeWeights()
         self.scorer = FakeScorer()
-        self.stop = threading.Event()
+        self.stop = stop if stop is not None else threading.Event()
         self.metrics = ProducerMetrics(RUN, "p0", CollectorRegistry())
         self.producer = MoodyProducer(self.log)
         made = Collaborators(
