@@ -287,10 +287,14 @@ class ProduceLoop:
         if policy is None:
             return
         started = time.perf_counter()
+        served = self._engine.policy_version
         try:
             with self._phase("swap"):
                 self._engine.load(policy)
         except EngineError as error:
+            if self._engine.policy_version < 0 <= served:
+                # It serves nothing any more, and a newer policy need not come: the trainer may wait for our samples.
+                raise
             self._refuse(policy, error)
         else:
             self._metrics.swap_seconds.observe(time.perf_counter() - started)
@@ -353,7 +357,7 @@ class ProduceLoop:
                 completions = self._engine.generate(repeated, work.sampling, take_policy=take_policy)
         except EngineError as error:
             self._note_serving()
-            if self._taken is None or self._engine.policy_version == self._taken.version:
+            if self._taken is None or self._engine.policy_version in (self._taken.version, -1):
                 raise
             # It could not load what it took; the groups begin anew under the policy that serves.
             self._window.give_up(groups)

@@ -292,6 +292,28 @@ def test_weights_that_the_engine_refuses_leave_the_old_ones_serving(make: Callab
     h.wait_for_heartbeat(lambda one: one.serving == 2 and not one.last_pull_error, "the next version serves")
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_engine_that_serves_nothing_any_more_ends_the_producer(make: Callable[..., Harness], in_flight: bool) -> None:
+    """A load that broke off half-way. To wait for a newer policy may be to wait for ever: the trainer may lack our samples."""
+    h: Harness
+
+    def at_token(index: int) -> None:
+        if in_flight and index == 1:
+            h.tell(announcement(1))
+            h.wait_for_heartbeat(lambda one: one.pulls == 2, "version 1 was pulled")
+
+    h = make(before_token=at_token)
+    h.engine.breaks.add(1)
+    h.start().tell(announcement(0))
+    if not in_flight:
+        h.wait_for_heartbeat(lambda one: one.groups_published == 1, "the first group")
+        h.tell(announcement(1))
+    h.join()
+    assert isinstance(h.error, EngineError)
+    assert "broke off half-way" in str(h.error)
+    assert h.heartbeats()[-1].leaving
+
+
 def test_an_engine_that_fails_ends_the_producer(make: Callable[..., Harness]) -> None:
     def at_token(index: int) -> None:
         raise EngineError("the device is gone")
