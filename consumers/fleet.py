@@ -100,7 +100,10 @@ class Fleet:
             self._seen.pop(heartbeat.incarnation, None)
             self._replaced.pop(heartbeat.incarnation, None)
             return
-        if seen is None and heartbeat.incarnation in self._replaced:
+        former = self._replaced.get(heartbeat.incarnation)
+        if former is not None:
+            if heartbeat.sequence <= former.heartbeat.sequence:
+                return
             # It still lives: it is drained, or two processes have one id. To replace the other in turn would make each of them
             # dead at every heartbeat of the other.
             seen = self._seen[heartbeat.incarnation] = self._replaced.pop(heartbeat.incarnation)
@@ -179,5 +182,6 @@ class Fleet:
 
     def _bury(self) -> None:
         now = self._clock()
-        for name in [name for name, seen in self._seen.items() if now - seen.at > self._dead_after_s]:
-            del self._seen[name]
+        for known in (self._seen, self._replaced):
+            for name in [name for name, seen in known.items() if now - seen.at > self._dead_after_s]:
+                del known[name]

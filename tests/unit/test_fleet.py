@@ -110,6 +110,19 @@ def test_a_restarted_producer_replaces_its_former_incarnation() -> None:
     assert fleet.grants().keys() == {"a.2"}
 
 
+def test_what_was_under_way_from_a_replaced_incarnation_does_not_revive_it() -> None:
+    clock = Clock()
+    fleet = make_fleet(clock)
+    fleet.hear(beat("a.1", 7, created=7.0))
+    fleet.hear(beat("a.2", 0, created=8.0))
+    fleet.hear(beat("a.1", 7, created=7.0))
+    assert [one.incarnation for one in fleet.alive()] == ["a.2"]
+    clock.now += 1e6
+    fleet.hear(beat("a.3", 0, created=9.0))
+    assert [one.incarnation for one in fleet.alive()] == ["a.3"]
+    assert not fleet._replaced, "what is dead is forgotten"
+
+
 def test_two_that_live_under_one_id_do_not_make_each_other_dead() -> None:
     """A process is drained while its successor has begun, or one --id was given to two: both have room, within the total."""
     fleet = make_fleet(Clock(), total=12)
