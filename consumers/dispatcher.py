@@ -29,6 +29,8 @@ from echo.sequential import Call, calls_of_step, mix_seed, requested_group
 
 # A group that was dropped, or given up, so often is not so by chance.
 MAX_ATTEMPTS = 8
+# A call's deadline doubles so often: its holders may die for days.
+_MAX_DOUBLINGS = 16
 # Of those that are missing, in a line for people.
 _SHOWN_CALLS = 5
 
@@ -212,7 +214,7 @@ class Dispatcher:
         if holder is None or not one.missing:
             return
         if holder in alive:
-            if now - one.since < self._deadline_s * 2 ** (one.issues - 1):
+            if now - one.since < self._deadline_s * 2 ** min(one.issues - 1, _MAX_DOUBLINGS):
                 return
             self._slow[holder] = alive[holder].heartbeat
         one.former, one.holder = holder, None

@@ -83,6 +83,8 @@ class Fleet:
         self._dead_after_s = dead_after_s
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
+        # Former incarnations of those that came back under the same id.
+        self._replaced: dict[str, _Seen] = {}
         self._resolved: Counter[str] = Counter(resolved or {})
         self._given_up: dict[str, GivenUp] = {}
 
@@ -96,12 +98,20 @@ class Fleet:
         seen = self._seen.get(heartbeat.incarnation)
         if heartbeat.leaving:
             self._seen.pop(heartbeat.incarnation, None)
+            self._replaced.pop(heartbeat.incarnation, None)
             return
+        former = self._replaced.get(heartbeat.incarnation)
+        if former is not None:
+            if heartbeat.sequence <= former.heartbeat.sequence:
+                return
+            # It still lives: it is drained, or two processes have one id. To replace the other in turn would make each of them
+            # dead at every heartbeat of the other.
+            seen = self._seen[heartbeat.incarnation] = self._replaced.pop(heartbeat.incarnation)
         if seen is None:
             # A process that came back under the same id replaces its former incarnation at once.
             for other, known in list(self._seen.items()):
                 if known.heartbeat.producer_id == heartbeat.producer_id and known.heartbeat.created <= heartbeat.created:
-                    del self._seen[other]
+                    self._replaced[other] = self._seen.pop(other)
             self._seen[heartbeat.incarnation] = _Seen(heartbeat, now)
             return
         if heartbeat.sequence <= seen.heartbeat.sequence:
@@ -172,5 +182,6 @@ class Fleet:
 
     def _bury(self) -> None:
         now = self._clock()
-        for name in [name for name, seen in self._seen.items() if now - seen.at > self._dead_after_s]:
-            del self._seen[name]
+        for known in (self._seen, self._replaced):
+            for name in [name for name, seen in known.items() if now - seen.at > self._dead_after_s]:
+                del known[name]

@@ -25,7 +25,8 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def default_id() -> str:
     """This process's name among the run's producers: host and process number."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname().partition(".")[0]).strip("-") or "host"
-    return f"{host[:40]}-{os.getpid()}"
+    # Its end: pods of one deployment differ only there, and have the same process number.
+    return f"{host[-40:].lstrip('-')}-{os.getpid()}"
 
 
 @app.command()

@@ -212,12 +212,14 @@ class ProduceLoop:
                 if found is not None:
                     return found
                 with self._listener.changed:
-                    if self._heard() == before and not self._puller.has_policy:
+                    if self._heard() == before:
                         self._listener.changed.wait(_SLICE_S)
                 watch.check()
 
-    def _heard(self) -> tuple[ControlState, tuple[Request, ...]]:
-        return self._listener.state, self._requests.held if self._requests is not None else ()
+    def _heard(self) -> tuple[ControlState, tuple[Request, ...], bool]:
+        held = self._requests.held if self._requests is not None else ()
+        # Whether a policy waits, and not that one does: in sequential mode it may wait for a request that never comes.
+        return self._listener.state, held, self._puller.has_policy
 
     def _look_for_room(self) -> int | None:
         """Groups that may begin now, at least 1."""
@@ -285,10 +287,14 @@ class ProduceLoop:
         if policy is None:
             return
         started = time.perf_counter()
+        served = self._engine.policy_version
         try:
             with self._phase("swap"):
                 self._engine.load(policy)
         except EngineError as error:
+            if self._engine.policy_version < 0 <= served:
+                # It serves nothing any more, and a newer policy need not come: the trainer may wait for our samples.
+                raise
             self._refuse(policy, error)
         else:
             self._metrics.swap_seconds.observe(time.perf_counter() - started)
@@ -351,7 +357,7 @@ class ProduceLoop:
                 completions = self._engine.generate(repeated, work.sampling, take_policy=take_policy)
         except EngineError as error:
             self._note_serving()
-            if self._taken is None or self._engine.policy_version == self._taken.version:
+            if self._taken is None or self._engine.policy_version in (self._taken.version, -1):
                 raise
             # It could not load what it took; the groups begin anew under the policy that serves.
             self._window.give_up(groups)

@@ -20,12 +20,14 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from echo.errors import ConfigError
+from echo.errors import ConfigError, TaskError
 from producers.params import Params, nearest, validate
 from producers.tasks.base import Prompt
 
 # Some data sets prepare all of their items at once, so an endless stream is made of short sets with seeds of their own.
 _ITEMS_PER_SEED = 500
+# What making an item and its prompt may raise: some data sets execute code of their own, others lack a field in some items.
+_ITEM_ERRORS = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError)
 
 
 class ReasoningGymParams(Params):
@@ -71,7 +73,7 @@ class ReasoningGym:
         self._newest: _Part | None = None
         try:
             item = _dataset(self._params, seed=0, size=1)[0]
-        except (TypeError, ValueError, AssertionError, KeyError) as error:
+        except _ITEM_ERRORS as error:
             raise ConfigError(f"task.params.dataset_params: {self._params.dataset} refuses them: {error}") from error
         try:
             self._prompt(item)
@@ -84,12 +86,19 @@ class ReasoningGym:
         return (self.prompt(seed, index) for index in itertools.count())
 
     def prompt(self, seed: int, index: int) -> Prompt:
-        """The prompt at an index of that stream."""
+        """The prompt at an index of that stream. Raises TaskError where the data set has none there."""
         number, place = divmod(index, _ITEMS_PER_SEED)
         part = self._part(seed, number)
-        item = part.items[place]
-        reference = {name: item[name] for name in ("question", "answer", "metadata")}
-        return Prompt(f"{self._params.dataset}/{part.seed}/{place}", self._prompt(item), reference)
+        prompt_id = f"{self._params.dataset}/{part.seed}/{place}"
+        try:
+            item = part.items[place]
+            reference = {name: item[name] for name in ("question", "answer", "metadata")}
+            return Prompt(prompt_id, self._prompt(item), reference)
+        except _ITEM_ERRORS as error:
+            raise TaskError(
+                f"task reasoning_gym: item {prompt_id} gives no prompt: {type(error).__name__}: {error}; change "
+                "task.params.dataset_params, or task.params.prompt where not every item has what it names"
+            ) from error
 
     def _part(self, seed: int, number: int) -> "_Part":
         """One of the short sets that a stream is made of."""

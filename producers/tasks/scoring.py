@@ -88,6 +88,9 @@ class ScorerPool:
             if not worker.alive():
                 worker.kill()
                 self._workers[index] = self._start()
+            elif not worker.ready:
+                # Nobody has listened to it until now, for as long as an engine takes to be built: that is not its time.
+                worker.deadline = time.monotonic() + START_TIMEOUT_S
         try:
             while batch.left or not all(worker.ready for worker in self._workers):
                 for worker in self._workers:
@@ -213,6 +216,8 @@ class _Worker:
         self.requests, self.replies = self._process.stdin, self._process.stdout
         for pipe in (self.requests, self.replies):
             os.set_blocking(pipe.fileno(), False)
+        # It imports what it is told here, while its starter does something else.
+        self.send()
 
     @property
     def pid(self) -> int:

@@ -1,12 +1,15 @@
 """How a scorer pool and its workers talk: frames of MessagePack over a pipe, each behind its length.
 
-Refuses pickle, and frames beyond a bound. A tuple stays a tuple: verifiers compare with ==.
+Refuses pickle, and frames beyond a bound. A tuple stays a tuple, whole numbers of any size and fractions stay exact: verifiers
+compare with ==.
 
     to a worker     {scorer, params, memory_mib} once, then [[text, reference], ...] per batch
     from a worker   `Ready` once, then a `Reply` per completion, in order
 """
 
+import numbers
 import struct
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +20,9 @@ LENGTH = struct.Struct("<I")
 # A reply is a few numbers and a cut error text; a worker that executed foreign code may send anything.
 MAX_REPLY_BYTES = 1 << 20
 
-_TUPLE = 1
+_TUPLE, _LARGE, _FRACTION = 1, 2, 3
+# MessagePack's own whole numbers.
+_LOWEST, _HIGHEST = -(2**63), 2**64 - 1
 
 
 class Ready(msgspec.Struct):
@@ -73,16 +78,27 @@ def _tag(value: Any) -> Any:
         return [_tag(item) for item in value]
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(_TUPLE, _encoder.encode([_tag(item) for item in value]))
-    if value is None or type(value) in (str, int, float, bool, bytes):
+    if value is None or type(value) in (str, float, bool, bytes):
         return value
-    for kind in (str, int, float):
-        # Subclasses, like numpy's str_ and float64.
-        if isinstance(value, kind):
-            return kind(value)
+    # Also numpy's and sympy's.
+    if isinstance(value, numbers.Integral):
+        whole = int(value)
+        # Hexadecimal: Python refuses to read so many decimal digits.
+        return whole if _LOWEST <= whole <= _HIGHEST else msgspec.msgpack.Ext(_LARGE, format(whole, "x").encode())
+    if isinstance(value, numbers.Rational):
+        return msgspec.msgpack.Ext(_FRACTION, _encoder.encode([_tag(value.numerator), _tag(value.denominator)]))
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _restore(code: int, data: memoryview) -> Any:
+    if code == _LARGE:
+        return int(bytes(data), 16)
+    if code == _FRACTION:
+        return Fraction(*decode(data))
     if code != _TUPLE:
         raise ValueError(f"unknown extension {code}")
     return tuple(decode(data))

@@ -1,7 +1,7 @@
 """A small engine without a model, and the other collaborators of the producer's loop, for tests that drive it.
 
 The engine keeps the contract of `producers.engines.base`: it asks for a policy before every token, and its spans are right.
-A test may stop it at a token (`before_token`) and may make it refuse versions.
+A test may stop it at a token (`before_token`), and may make it refuse versions or break of them.
 """
 
 import itertools
@@ -28,6 +28,7 @@ class FakeEngine:
         self._before_token = before_token or (lambda index: None)
         self._version = -1
         self.refuses: set[int] = set()
+        self.breaks: set[int] = set()
         self.loads: list[int] = []
         self.calls: list[tuple[int, int, Sampling]] = []
 
@@ -38,6 +39,9 @@ class FakeEngine:
     def load(self, policy: Policy) -> None:
         if policy.version in self.refuses:
             raise EngineError(f"policy {policy.version} does not fit this model")
+        if policy.version in self.breaks:
+            self._version = -1
+            raise EngineError(f"policy {policy.version} broke off half-way, nothing can be sampled now")
         self._version = policy.version
         self.loads.append(policy.version)
 

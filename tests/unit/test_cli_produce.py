@@ -1,5 +1,7 @@
 """echo-produce as people call it: what it answers at once, and how it fails."""
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -74,6 +76,17 @@ def test_an_occupied_metrics_port_names_its_key(run_file: Path) -> None:
         other.close()
     assert done.returncode == 2
     assert f"metrics.produce_port: 127.0.0.1:{other.port} can't be listened on" in done.stderr.splitlines()[-1]
+
+
+def test_hosts_whose_long_names_differ_at_their_end_have_ids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of one deployment do, and each runs its producer as process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    ids = []
+    for pod in ("x2x4z", "q8w9k"):
+        name = f"reinforcement-learning-echo-producers-7d9f8b6c5d-{pod}"
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        ids.append(default_id())
+    assert ids == [f"learning-echo-producers-7d9f8b6c5d-{pod}-1"[-42:] for pod in ("x2x4z", "q8w9k")]
 
 
 def test_the_default_id_fits_topic_keys_and_ids() -> None:

@@ -106,6 +106,17 @@ def test_what_a_dead_producer_holds_is_asked_of_another_at_once_and_nothing_else
     assert [(r.group_ids, r.seed, r.issue) for r in again] == [(r.group_ids, r.seed, 1) for r in mine[1:]]
 
 
+def test_holders_may_die_any_number_of_times() -> None:
+    """A supervisor starts a producer that is killed at each call again and again; the deadline does not grow beyond numbers."""
+    clock = Clock()
+    made = make(clock, groups=2)
+    for number in range(1100):
+        assert len(turn(made, producer(f"p{number}"))) == 1
+    assert turn(made, producer("p1099")) == []
+    clock.now = DEADLINE_S * 2**17
+    assert [request.producer for request in turn(made, producer("p1099"), producer("q"))] == ["q.1"]
+
+
 def test_a_slow_producer_s_calls_go_to_others_and_it_gets_no_new_ones_until_its_hands_are_empty() -> None:
     clock = Clock()
     made = make(clock)

@@ -110,6 +110,34 @@ def test_a_restarted_producer_replaces_its_former_incarnation() -> None:
     assert fleet.grants().keys() == {"a.2"}
 
 
+def test_what_was_under_way_from_a_replaced_incarnation_does_not_revive_it() -> None:
+    clock = Clock()
+    fleet = make_fleet(clock)
+    fleet.hear(beat("a.1", 7, created=7.0))
+    fleet.hear(beat("a.2", 0, created=8.0))
+    fleet.hear(beat("a.1", 7, created=7.0))
+    assert [one.incarnation for one in fleet.alive()] == ["a.2"]
+    clock.now += 1e6
+    fleet.hear(beat("a.3", 0, created=9.0))
+    assert [one.incarnation for one in fleet.alive()] == ["a.3"]
+    assert not fleet._replaced, "what is dead is forgotten"
+
+
+def test_two_that_live_under_one_id_do_not_make_each_other_dead() -> None:
+    """A process is drained while its successor has begun, or one --id was given to two: both have room, within the total."""
+    fleet = make_fleet(Clock(), total=12)
+    fleet.hear(beat("a.1", 7, created=7.0))
+    for sequence in range(3):
+        fleet.hear(beat("a.2", sequence, created=8.0 + sequence))
+        fleet.hear(beat("a.1", 8 + sequence, created=8.5 + sequence))
+        assert [one.incarnation for one in fleet.alive()] == ["a.1", "a.2"]
+        assert sum(grant.window for grant in fleet.grants().values()) <= 12
+    fleet.hear(beat("a.1", 20, created=12.0, leaving=True))
+    assert fleet.grants().keys() == {"a.2"}
+    fleet.hear(beat("a.2", 4, created=13.0))
+    assert fleet.grants() == {"a.2": Grant(window=12, resolved=0)}
+
+
 def test_a_late_heartbeat_changes_nothing() -> None:
     fleet = make_fleet(Clock())
     fleet.hear(beat("a.1", 5, serving=4))

@@ -77,7 +77,10 @@ class MoodyProducer(FakeProducer):
 
 
 class Harness:
-    """A loop in a thread, and both ends of everything around it. puller: pulls instead of the fake `weights`."""
+    """A loop in a thread, and both ends of everything around it.
+
+    puller: pulls instead of the fake `weights`. stop: asks for the end.
+    """
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Harness:
         groups_per_call: int = 4,
         run: Any = None,
         puller: PullClient | None = None,
+        stop: threading.Event | None = None,
         **engine: Any,
     ) -> None:
         self.run = RunConfig.model_validate(
@@ -105,7 +109,7 @@ class Harness:
         self.engine = FakeEngine(**engine)
         self.weights = FakeWeights()
         self.scorer = FakeScorer()
-        self.stop = threading.Event()
+        self.stop = stop if stop is not None else threading.Event()
         self.metrics = ProducerMetrics(RUN, "p0", CollectorRegistry())
         self.producer = MoodyProducer(self.log)
         made = Collaborators(
@@ -286,6 +290,28 @@ def test_weights_that_the_engine_refuses_leave_the_old_ones_serving(make: Callab
     assert h.weights.asked == [0, 1], "what the engine refused is not pulled again"
     h.tell(announcement(2))
     h.wait_for_heartbeat(lambda one: one.serving == 2 and not one.last_pull_error, "the next version serves")
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_engine_that_serves_nothing_any_more_ends_the_producer(make: Callable[..., Harness], in_flight: bool) -> None:
+    """A load that broke off half-way. To wait for a newer policy may be to wait for ever: the trainer may lack our samples."""
+    h: Harness
+
+    def at_token(index: int) -> None:
+        if in_flight and index == 1:
+            h.tell(announcement(1))
+            h.wait_for_heartbeat(lambda one: one.pulls == 2, "version 1 was pulled")
+
+    h = make(before_token=at_token)
+    h.engine.breaks.add(1)
+    h.start().tell(announcement(0))
+    if not in_flight:
+        h.wait_for_heartbeat(lambda one: one.groups_published == 1, "the first group")
+        h.tell(announcement(1))
+    h.join()
+    assert isinstance(h.error, EngineError)
+    assert "broke off half-way" in str(h.error)
+    assert h.heartbeats()[-1].leaving
 
 
 def test_an_engine_that_fails_ends_the_producer(make: Callable[..., Harness]) -> None:

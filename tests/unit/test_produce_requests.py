@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -174,6 +175,33 @@ def test_a_pull_that_a_newer_request_overtakes_ends_in_the_newer_version(make: M
     ask_for(h, "g/a/2", version=1)
     eventually(lambda: h.groups() == ["g/a/2"], "the newer one")
     assert h.weights.cancelled == [0]
+
+
+def test_a_policy_that_no_request_is_left_for_does_not_keep_the_loop_awake(make: Make) -> None:
+    """Its request was given up when a newer version was announced, and nobody has asked for that one yet."""
+
+    class CountedStop(threading.Event):
+        looks = 0
+
+        def is_set(self) -> bool:
+            self.looks += 1
+            return super().is_set()
+
+    stop = CountedStop()
+    h = make(stop=stop).start()
+    h.weights.hold(0)
+    h.tell(announcement(0))
+    ask_for(h, "g/a/1", version=0)
+    eventually(lambda: h.weights.asked == [0], "the pull of version 0")
+    h.tell(announcement(1))
+    h.wait_for_heartbeat(lambda one: one.pulls == 1, "version 1 was pulled in its stead")
+    h.wait_until_idle()
+    before = stop.looks
+    for _ in range(10):
+        h.wait_for_heartbeat(lambda one: True, "any", new=True)
+    assert stop.looks - before < 100
+    ask_for(h, "g/a/2", version=1)
+    eventually(lambda: h.groups() == ["g/a/2"], "the next request")
 
 
 def test_a_refresh_that_is_asked_for_in_mid_pull_pulls_anew(make: Make) -> None:

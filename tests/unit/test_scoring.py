@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import sympy
 
 from echo.errors import TaskError
-from producers.tasks import wire
+from producers.tasks import scoring, wire
 from producers.tasks.base import Score
 from producers.tasks.scoring import ScorerPool
 from tests.fakes.scorers import ScorerTask
@@ -38,6 +41,21 @@ def hasty() -> Iterator[ScorerPool]:
 
 def _one(pool: ScorerPool, text: str, **reference: object) -> Score:
     return pool.score([(text, reference)])[0]
+
+
+def test_the_time_that_an_engine_takes_to_be_built_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started before the engine and are listened to after it; they import their scorer meanwhile."""
+    with monkeypatch.context() as built_slowly:
+        built_slowly.setattr(scoring, "START_TIMEOUT_S", 0.0)
+        pool = ScorerPool(ScorerTask(), workers=2, timeout_s=30.0, memory_mib=256)
+    try:
+        replies = [worker.replies for worker in pool._workers]
+        for reply in replies:
+            assert select.select([reply], [], [], 60.0)[0], "it was told what to import and says that it is ready"
+        pool.wait_ready()
+        assert _one(pool, "good") == GOOD
+    finally:
+        pool.close()
 
 
 def test_scores_come_in_order_with_their_components(pool: ScorerPool) -> None:
@@ -241,6 +259,22 @@ def test_a_worker_dies_with_a_killed_parent(deed: str) -> None:
             finally:
                 parent.kill()
         assert _ended(watch)
+
+
+def test_numbers_of_any_size_and_fractions_cross_as_they_are() -> None:
+    """Items of reasoning-gym's codeio and gsm_symbolic hold them: the first one that came ended its producer."""
+    reference = {"large": [2**64, -(2**63) - 1, 10**5000], "edge": (2**64 - 1, -(2**63)), "part": Fraction(1, 3 * 2**70)}
+    crossed = wire.decode(wire.encode(reference)[wire.LENGTH.size :])
+    assert crossed == reference
+    assert isinstance(crossed["part"], Fraction)
+
+
+def test_numbers_of_other_libraries_cross_as_plain_ones() -> None:
+    """codeio runs code that uses them."""
+    reference = [sympy.Integer(3), sympy.Rational(1, 3), sympy.Float(0.5), np.int64(4), np.float32(0.25), np.str_("x")]
+    crossed = wire.decode(wire.encode(reference)[wire.LENGTH.size :])
+    assert crossed == [3, Fraction(1, 3), 0.5, 4, 0.25, "x"]
+    assert [type(one) for one in crossed] == [int, Fraction, float, int, float, str]
 
 
 def test_a_frame_says_what_is_no_plain_data() -> None:

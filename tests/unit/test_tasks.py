@@ -8,7 +8,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from echo.config import TaskConfig
-from echo.errors import ConfigError
+from echo.errors import ConfigError, TaskError
 from producers.tasks.base import Task
 from producers.tasks.registry import make_task
 from producers.tasks.scoring import ScorerPool
@@ -110,6 +110,13 @@ def test_an_answer_in_a_tag_is_the_last_one() -> None:
 def test_wrong_params_are_named_with_a_remedy(params: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _task(**params)
+
+
+def test_an_item_that_lacks_what_the_prompt_names_is_named_with_a_remedy() -> None:
+    """Only the first item can be looked at before the run; syllogism's have the premise in one of two of their forms."""
+    task = _task(dataset="syllogism", dataset_params={}, prompt="{question} {metadata[selected_premise]}")
+    with pytest.raises(TaskError, match=r"item syllogism/\d+/\d+ gives no prompt: KeyError: 'selected_premise'; change task"):
+        list(itertools.islice(task.prompts(3), 500))
 
 
 def test_a_missing_dataset_is_named() -> None:
