@@ -148,7 +148,7 @@ def run_demo(
             env["HF_HUB_OFFLINE"] = "1"
             make = ["-m", "producers.tiny_policy", "--task-file", run_file, "--out", run.model.path, "--seed", str(seed)]
             maker = start("model", *make)
-        spec = _make_topics(run)
+        spec = make_topics(run)
         server = WeightServerProcess.start(run, logs / "weights.log")
         opened.callback(server.stop)
         if maker is not None and not _wait(maker, stop):
@@ -181,12 +181,17 @@ def run_demo(
     return Outcome(out, summary, bias)
 
 
-def _make_topics(run: RunConfig) -> topics.Spec:
-    """Plan and apply topics.yaml, as `echo-topics apply` does."""
+def make_topics(run: RunConfig) -> topics.Spec:
+    """Create those of the run's topics that are missing. One that is there may hold another run's records, which a shorter
+    retention would delete: it is taken as it is.
+
+    Raises TopicError where such a one does not fit, BrokerError.
+    """
     spec = topics.of_run(run)
     admin = KafkaLogAdmin(run.broker.settings, client_id="echo-demo")
     difference = topics.plan(spec, topics.read_actual(admin, spec.names, run.broker.timeout_s))
-    topics.apply(difference, admin, run.broker.timeout_s)
+    topics.apply(topics.Plan(creates=difference.creates), admin, run.broker.timeout_s)
+    topics.require(spec, topics.read_actual(admin, spec.names, run.broker.timeout_s), run.limits)
     return spec
 
 
