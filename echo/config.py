@@ -16,6 +16,10 @@ _SECRET_PARTS = ("password", "secret", "jaas", "key.pem", "token", "oauthbearer.
 def _hide_secrets(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
+    for name, item in value.items():
+        # Else a password that was left empty would be "None".
+        if item is None or isinstance(item, dict | list):
+            raise ValueError(f"{name} takes one value: give it, or leave the key out")
     return {
         name: SecretStr(str(item))
         if any(part in str(name) for part in _SECRET_PARTS) and not isinstance(item, SecretStr)

@@ -56,13 +56,11 @@ class Outcome(NamedTuple):
 def prepare(out: Path, *, seed: int, overrides: Sequence[str], apache_home: Path | None) -> tuple[RunConfig, BrokerPlan]:
     """The demo's run, written to `out/run.yaml`, and the broker that it will have. Starts nothing.
 
-    Raises ConfigError where `out` holds an earlier run, for a wrong override, or where model.path can only be a folder and is
-    none; BrokerError where there is no broker to start. `out` may then be chosen again.
+    Raises ConfigError where `out` holds anything already or can't be written, for a wrong override, or where model.path can
+    only be a folder and is none; BrokerError where there is no broker to start. `out` may then be chosen again.
     """
     path = out / "run.yaml"
-    if path.exists():
-        raise ConfigError(f"{out} holds a run already: choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
+    _claim(path)
     template = yaml.safe_load(resources.files("echo.cli").joinpath("demo_run.yaml").read_text())
     train_port, weights_port = free_ports(2)
     template |= {"run_id": f"demo-{seed}-{secrets.token_hex(3)}", "seed": seed}
@@ -71,9 +69,11 @@ def prepare(out: Path, *, seed: int, overrides: Sequence[str], apache_home: Path
     template["weights"] = {"port": weights_port, "serve": False}
     template["producer"]["seed"] = seed
     template["task"]["seed"] = seed
-    path.write_text(yaml.safe_dump(template, sort_keys=False))
     try:
+        path.write_text(yaml.safe_dump(template, sort_keys=False))
         run = load(path, overrides)
+        if run.weights.serve:
+            raise ConfigError("weights.serve: the demo itself starts the weight server, beside the trainer: leave it out")
         if _has_own_model(run, out):
             check_model_path(run.model.path)
             if Path(run.model.path).is_dir():
@@ -85,6 +85,23 @@ def prepare(out: Path, *, seed: int, overrides: Sequence[str], apache_home: Path
         raise
     save(run, path)
     return run, plan
+
+
+def _claim(run_file: Path) -> None:
+    """Make the run file, and the folder around it. Another demo that chose the folder in the same moment is refused by that.
+
+    Raises ConfigError where the folder holds anything: a model in it may be the user's, and would be written over.
+    """
+    out = run_file.parent
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if run_file.exists():
+            raise ConfigError(f"{out} holds a run already: choose another --out")
+        if held := sorted(os.listdir(out)):
+            raise ConfigError(f"{out} is not empty, it holds {held[0]}: choose another --out")
+        run_file.touch(exist_ok=False)
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error.strerror}: choose another --out") from None
 
 
 def _has_own_model(run: RunConfig, out: Path) -> bool:
@@ -131,7 +148,7 @@ def run_demo(
             env["HF_HUB_OFFLINE"] = "1"
             make = ["-m", "producers.tiny_policy", "--task-file", run_file, "--out", run.model.path, "--seed", str(seed)]
             maker = start("model", *make)
-        spec = _make_topics(run)
+        spec = make_topics(run)
         server = WeightServerProcess.start(run, logs / "weights.log")
         opened.callback(server.stop)
         if maker is not None and not _wait(maker, stop):
@@ -164,12 +181,17 @@ def run_demo(
     return Outcome(out, summary, bias)
 
 
-def _make_topics(run: RunConfig) -> topics.Spec:
-    """Plan and apply topics.yaml, as `echo-topics apply` does."""
+def make_topics(run: RunConfig) -> topics.Spec:
+    """Create those of the run's topics that are missing. One that is there may hold another run's records, which a shorter
+    retention would delete: it is taken as it is.
+
+    Raises TopicError where such a one does not fit, BrokerError.
+    """
     spec = topics.of_run(run)
     admin = KafkaLogAdmin(run.broker.settings, client_id="echo-demo")
     difference = topics.plan(spec, topics.read_actual(admin, spec.names, run.broker.timeout_s))
-    topics.apply(difference, admin, run.broker.timeout_s)
+    topics.apply(topics.Plan(creates=difference.creates), admin, run.broker.timeout_s)
+    topics.require(spec, topics.read_actual(admin, spec.names, run.broker.timeout_s), run.limits)
     return spec
 
 

@@ -6,6 +6,7 @@ values they take: `echo/config.py`.
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no text in UTF-8, as a run file is: {error.reason} at byte {error.start}") from None
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -71,13 +74,15 @@ _TLS_FILES = ("tls_cert", "tls_key", "tls_ca")
 
 
 def _anchor(run: RunConfig, folder: Path) -> RunConfig:
-    """Make relative paths absolute. A model that exists beside the file, or can be none else, is a folder."""
+    """Make relative paths absolute, `~` being the home folder. A model that exists beside the file, or can be none else, is a
+    folder."""
 
-    def at(path: Path) -> Path:
-        return path if path.is_absolute() else folder / path
+    def at(path: Path | str) -> Path:
+        # Not Path.expanduser, which raises where there is no such user.
+        return folder / os.path.expanduser(path)
 
     model = run.model
-    local = at(Path(model.path).expanduser())
+    local = at(model.path)
     if local.exists() or names_folder(model.path):
         model = model.model_copy(update={"path": str(local)})
     checkpoint = run.checkpoint.model_copy(update={"dir": at(run.checkpoint.dir)})

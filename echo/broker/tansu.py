@@ -124,11 +124,13 @@ def start_tansu(
     assert plan.binary is not None
     if port and taken([port]):
         raise BrokerError(f"port {port} of {HOST} is taken: stop what listens there, or leave the port to the broker")
-    data_dir.mkdir(parents=True, exist_ok=True)
     folder = data_dir / "tansu"
-    folder.mkdir(exist_ok=True)
-    # Tansu reads the first .env at or above its working folder: an empty one ends the search.
-    (folder / ".env").write_bytes(b"")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Tansu reads the first .env at or above its working folder: an empty one ends the search.
+        (folder / ".env").write_bytes(b"")
+    except OSError as error:
+        raise BrokerError(f"data folder {data_dir}: {error.strerror}: choose another one") from None
     for attempt in range(1, _START_TRIES + 1):
         number = port or free_ports(1)[0]
         cluster_id = f"emb-{secrets.token_hex(8)}"

@@ -86,7 +86,8 @@ def finish(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn
     try:
         status = app(args=arguments, standalone_mode=False)
     except TyperException as error:
-        typer.echo(f"error: {error}", err=True)
+        # Its text alone does not name the option.
+        typer.echo(f"error: {error.format_message()}", err=True)
         status = 1
     except typer.Abort:
         typer.echo("stopped, nothing was changed", err=True)

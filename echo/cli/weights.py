@@ -8,8 +8,10 @@ STORE is a run file or the folder itself. Refuses to serve beyond loopback witho
 environment variable ECHO_WEIGHTS_TOKEN or the run file, never from an argument, which everybody on the host could read.
 """
 
+import errno
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,11 +46,13 @@ _LISTED = 10
 def serve(
     store: Store,
     host: Annotated[str | None, typer.Option(help="Default: the run file's weights.host, else 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: weights.port, else 9103.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="0 takes a free one. Default: weights.port, else 9103.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate. Default: weights.tls_cert.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM private key. Default: weights.tls_key.")] = None,
     max_egress: Annotated[
-        float | None, typer.Option(help="Chunk bytes per second at most. Default: weights.max_egress_bytes_per_s.")
+        float | None, typer.Option(min=0, help="Chunk bytes per second at most. Default: weights.max_egress_bytes_per_s.")
     ] = None,
     accel_redirect: Annotated[
         str | None, typer.Option(help="Internal nginx location over the store's chunks. Default: weights.accel_redirect.")
@@ -241,6 +245,7 @@ def pull(
         connect_timeout_s=weights.connect_timeout_s,
         read_timeout_s=weights.read_timeout_s,
     )
+    _check_writable(out)
     latest = newest(client, base_url, run_id)
     with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task(f"{run_id} version {latest.version}", total=None)
@@ -273,6 +278,17 @@ def newest(client: "WeightClient", base_url: str, run_id: str) -> "Latest":
         raise WeightsError(f"{error}: is echo-train, or `echo-weights serve`, running?", retriable=True) from None
 
 
+def _check_writable(path: Path) -> None:
+    """Before a pull that may take an hour. Raises WeightsError."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise WeightsError(f"--out {path}: {error.strerror}: name a file in a folder that can be written") from None
+
+
 def _write_safetensors(path: Path, tensors: "Mapping[str, HostTensor]", notes: Mapping[str, str]) -> None:
     """Straight from the pulled memory: the library's writers want torch or numpy tensors, and numpy has no bfloat16."""
     header: dict[str, object] = {"__metadata__": dict(notes)}
@@ -282,7 +298,8 @@ def _write_safetensors(path: Path, tensors: "Mapping[str, HostTensor]", notes: M
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
-    temporary = path.with_name(path.name + ".tmp")
+    # Of this process: two pulls to one file must not write into each other's.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
@@ -303,6 +320,8 @@ def _open(path: Path, *, must_exist: bool = True) -> "tuple[RunConfig | None, We
     folder = run.weights.dir if run is not None else path
     if must_exist and not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder; echo-train makes the store when it publishes its first version")
+    if must_exist and not (folder / "runs").is_dir():
+        raise WeightsError(f"{folder}: no store of weights, it has no folder runs: name the run file, or its weights.dir")
     return run, WeightStore(folder)
 
 

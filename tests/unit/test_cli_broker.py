@@ -75,6 +75,14 @@ def test_a_broker_that_can_not_start_is_status_1(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_data_folder_that_can_not_be_is_status_1(tmp_path: Path) -> None:
+    """Of Tansu, too, which keeps its log there."""
+    (tmp_path / "file").touch()
+    done = finish("--data", str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert done.stderr == f"echo-broker: data folder {tmp_path / 'file'}: Not a directory: choose another one\n"
+
+
 @pytest.mark.parametrize("arguments", [("--nodes", "2"), ("--nodes", "3"), ("--port", "99999"), ("--nonsense",)])
 def test_a_wrong_command_line_is_status_2(arguments: tuple[str, ...]) -> None:
     """Three nodes without a home included."""

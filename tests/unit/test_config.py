@@ -79,6 +79,27 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert run.checkpoint.dir == Path("/abs")
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a folder of that name, which nobody dares to remove. A user that is none stays as it is written."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = load(write(tmp_path), ["model.path=~nobody-of-this-name/tiny", "weights.dir=~/w", "checkpoint.dir=~/c"])
+    assert run.model.path == str(tmp_path / "~nobody-of-this-name" / "tiny")
+    assert (run.weights.dir, run.checkpoint.dir) == (tmp_path / "home" / "w", tmp_path / "home" / "c")
+
+
+def test_a_file_that_is_no_text_names_itself(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"run_id: \xff\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: no text in UTF-8, as a run file is: invalid start byte at byte 8"):
+        load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("key", ["sasl.password", "security.protocol"])
+@pytest.mark.parametrize("value", ["", "[a]"])
+def test_a_broker_setting_without_one_value_is_refused(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.yaml: broker\.settings: {key} takes one value: give it, or leave"):
+        load(write(tmp_path), [f"broker.settings.{key}={value}"])
+
+
 def test_a_hub_id_is_left_alone(tmp_path: Path) -> None:
     assert load(write(tmp_path)).model.path == "some/model"
 

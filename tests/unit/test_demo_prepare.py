@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from echo.demo import prepare
-from echo.errors import EchoError
+from echo.errors import ConfigError, EchoError
 from echo.run_file import load
 
 
@@ -24,6 +24,7 @@ def test_the_run_file_is_what_the_processes_read(tmp_path: Path) -> None:
         (["learner.step=7"], None, "unknown key learner.step: did you mean learner.steps?"),
         (["model.path=/nowhere/model"], None, "model.path: /nowhere/model is no folder"),
         ([], Path("/nowhere/kafka"), "/nowhere/kafka"),
+        (["weights.serve=true"], None, "weights.serve: the demo itself starts the weight server"),
     ],
 )
 def test_what_is_refused_leaves_the_folder_free(
@@ -47,3 +48,17 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(EchoError, match="holds a run already"):
         prepare(tmp_path, seed=0, overrides=(), apache_home=None)
     assert (tmp_path / "run.yaml").read_text() == "run_id: earlier\n"
+
+
+def test_a_folder_that_holds_a_model_is_left_as_it_is(tmp_path: Path) -> None:
+    """The tiny policy's folder is `model`, too."""
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match="is not empty, it holds model: choose another --out"):
+        prepare(tmp_path, seed=0, overrides=(), apache_home=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_can_not_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file can't be written: File exists: choose another --out"):
+        prepare(tmp_path / "file", seed=0, overrides=(), apache_home=None)

@@ -246,6 +246,31 @@ def test_a_store_that_is_not_there_is_an_error(tmp_path: Path, command: str) -> 
     )
 
 
+@pytest.mark.parametrize("command", ["ls", "verify", "gc"])
+def test_another_folder_is_no_store(tmp_path: Path, command: str) -> None:
+    """verify would find no damage there, and gc would leave a lock."""
+    (tmp_path / "model").mkdir()
+    done = echo_weights(command, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {tmp_path}: no store of weights, it has no folder runs: name the run file")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("out", "why"), [("nowhere/x", "No such file or directory"), (".", "Is a directory")])
+def test_a_pull_that_can_not_be_written_is_not_begun(tmp_path: Path, out: str, why: str) -> None:
+    """Port 9 has no server: it isn't asked."""
+    done = echo_weights("pull", "http://127.0.0.1:9", "--run", "run", "--out", tmp_path / out)
+    assert done.returncode == 1
+    assert done.stderr == f"error: --out {tmp_path / out}: {why}: name a file in a folder that can be written\n"
+
+
+@pytest.mark.parametrize("option", [("--port", "99999"), ("--port", "-1"), ("--max-egress", "-5")])
+def test_serve_refuses_numbers_that_can_not_be(store: WeightStore, option: tuple[str, str]) -> None:
+    done = echo_weights("serve", store.root, *option)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: Invalid value for '{option[0]}'")
+
+
 def test_pull_writes_safetensors(tmp_path: Path, store: WeightStore) -> None:
     """The newest policy lands in a file that safetensors reads back exactly, also bfloat16 and empty tensors."""
     out = tmp_path / "policy.safetensors"
