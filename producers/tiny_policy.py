@@ -239,6 +239,8 @@ def main(
     configure_logging()
     torch.set_num_threads(1)
     try:
+        if (out / "config.json").exists():
+            raise EchoError(f"{out} holds a model already: choose another --out")
         made = make_tiny_policy(load(task_file), out, seed, until=until)
     except EchoError as error:
         typer.echo(str(error), err=True)

@@ -117,6 +117,9 @@ def test_the_command_says_what_it_did_and_what_is_wrong(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "warmed up in 5 steps" in done.stdout
+    again = CliRunner().invoke(app, arguments)
+    assert (again.exit_code, again.stderr) == (1, f"{tmp_path / 'model'} holds a model already: choose another --out\n")
+    arguments[3] = str(tmp_path / "other")
     run_file.write_text(TASK.replace("rotate_matrix", "rotate_matrx"))
     failed = CliRunner().invoke(app, arguments)
     assert failed.exit_code == 1
