@@ -28,7 +28,7 @@ from echo.errors import ConfigError, EchoError
 from echo.kafka import KafkaLogAdmin, KafkaLogReader
 from echo.model_path import check_model_path
 from echo.process import Child, StopSignal, stop_children
-from echo.run_file import load, save
+from echo.run_file import resolve, save
 from echo.waiting import Watch
 from echo.weights.spawn import WeightServerProcess
 
@@ -60,29 +60,24 @@ def prepare(out: Path, *, seed: int, overrides: Sequence[str], apache_home: Path
     only be a folder and is none; BrokerError where there is no broker to start. `out` may then be chosen again.
     """
     path = out / "run.yaml"
-    _claim(path)
-    template = yaml.safe_load(resources.files("echo.cli").joinpath("demo_run.yaml").read_text())
+    contents = yaml.safe_load(resources.files("echo.cli").joinpath("demo_run.yaml").read_text())
     train_port, weights_port = free_ports(2)
-    template |= {"run_id": f"demo-{seed}-{secrets.token_hex(3)}", "seed": seed}
-    template["model"] = {"path": str(out / "model")}
-    template["metrics"] = {"train_port": train_port, "produce_port": 0}
-    template["weights"] = {"port": weights_port, "serve": False}
-    template["producer"]["seed"] = seed
-    template["task"]["seed"] = seed
-    try:
-        path.write_text(yaml.safe_dump(template, sort_keys=False))
-        run = load(path, overrides)
-        if run.weights.serve:
-            raise ConfigError("weights.serve: the demo itself starts the weight server, beside the trainer: leave it out")
-        if _has_own_model(run, out):
-            check_model_path(run.model.path)
-            if Path(run.model.path).is_dir():
-                # Named from here: whoever reads the run file may be elsewhere.
-                run = run.model_copy(update={"model": run.model.model_copy(update={"path": os.path.abspath(run.model.path)})})
-        plan = plan_broker(run.broker, apache_home=apache_home)
-    except EchoError:
-        path.unlink()
-        raise
+    contents |= {"run_id": f"demo-{seed}-{secrets.token_hex(3)}", "seed": seed}
+    contents["model"] = {"path": str(out / "model")}
+    contents["metrics"] = {"train_port": train_port, "produce_port": 0}
+    contents["weights"] = {"port": weights_port, "serve": False}
+    contents["producer"]["seed"] = seed
+    contents["task"]["seed"] = seed
+    run = resolve(contents, overrides, path)
+    if run.weights.serve:
+        raise ConfigError("weights.serve: the demo itself starts the weight server, beside the trainer: leave it out")
+    if _has_own_model(run, out):
+        check_model_path(run.model.path)
+        if Path(run.model.path).is_dir():
+            # Named from here: whoever reads the run file may be elsewhere.
+            run = run.model_copy(update={"model": run.model.model_copy(update={"path": os.path.abspath(run.model.path)})})
+    plan = plan_broker(run.broker, apache_home=apache_home)
+    _claim(path)
     save(run, path)
     return run, plan
 
@@ -244,7 +239,7 @@ def _start(name: str, *arguments: str, children: list[Child], logs: Path, env: M
 
 def _wait(child: Child, stop: StopSignal) -> bool:
     """Wait for a child to end well; False where a stop was asked for first."""
-    watch = Watch(f"{child.name} to end", lambda: f"the end of {child.log_path}: {child.log_tail(1)}", say=log.warning)
+    watch = Watch(f"{child.name} to end", lambda: f"the end of {child.log_path}: {child.log_tail(1)}")
     while child.wait(_TICK_S) is None:
         if stop.is_set():
             return False

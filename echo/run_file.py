@@ -36,6 +36,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a run file is a mapping of keys, like 'run_id: my-run'")
+    return resolve(data, overrides, path)
+
+
+def resolve(data: dict[str, Any], overrides: Sequence[str], path: Path) -> RunConfig:
+    """The run of a run file's contents, which take the overrides. path: where the file lies, or will. Raises ConfigError."""
     for override in overrides:
         _apply(data, override)
     try:
