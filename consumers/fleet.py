@@ -95,18 +95,11 @@ class Fleet:
         # Also the last words of who leaves.
         self._given_up.update({request: GivenUp(heartbeat.incarnation, why) for request, why in heartbeat.given_up.items()})
         now = self._clock()
-        seen = self._seen.get(heartbeat.incarnation)
         if heartbeat.leaving:
             self._seen.pop(heartbeat.incarnation, None)
             self._replaced.pop(heartbeat.incarnation, None)
             return
-        former = self._replaced.get(heartbeat.incarnation)
-        if former is not None:
-            if heartbeat.sequence <= former.heartbeat.sequence:
-                return
-            # It still lives: it is drained, or two processes have one id. To replace the other in turn would make each of them
-            # dead at every heartbeat of the other.
-            seen = self._seen[heartbeat.incarnation] = self._replaced.pop(heartbeat.incarnation)
+        seen = self._seen.get(heartbeat.incarnation) or self._replaced.get(heartbeat.incarnation)
         if seen is None:
             # A process that came back under the same id replaces its former incarnation at once.
             for other, known in list(self._seen.items()):
@@ -116,6 +109,10 @@ class Fleet:
             return
         if heartbeat.sequence <= seen.heartbeat.sequence:
             return
+        if self._replaced.pop(heartbeat.incarnation, None):
+            # It still lives: it is drained, or two processes have one id. To replace the other in turn would make each of them
+            # dead at every heartbeat of the other.
+            self._seen[heartbeat.incarnation] = seen
         busy = heartbeat.busy_seconds - seen.rate_from.busy_seconds
         if busy >= _RATE_OVER_S:
             rate = max(0, heartbeat.groups_published - seen.rate_from.groups_published) / busy
