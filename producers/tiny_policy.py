@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from echo.config import RunConfig
-from echo.errors import EchoError, TaskError
+from echo.errors import ConfigError, EchoError, TaskError
 from echo.process import configure_logging, end_with_asking_parent
 from echo.run_file import load
 from echo.waiting import Watch
@@ -55,8 +55,11 @@ def make_tiny_policy(run: RunConfig, out: Path, seed: int, *, until: float = 0.1
     """Write the model folder `out` for the run's task, warmed up until the share `until` of samples is right.
 
     Raises TaskError where the task's prompts name no answer as text or leave no room for completions, where its scorer
-    does not take answers as this policy writes them, or where the share is not reached within `most_steps`.
+    does not take answers as this policy writes them, or where the share is not reached within `most_steps`; ConfigError where
+    `out` holds a model.
     """
+    if (out / "config.json").exists():
+        raise ConfigError(f"{out} holds a model already: choose another --out")
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
     model = build(tokenizer)
@@ -239,8 +242,6 @@ def main(
     configure_logging()
     torch.set_num_threads(1)
     try:
-        if (out / "config.json").exists():
-            raise EchoError(f"{out} holds a model already: choose another --out")
         made = make_tiny_policy(load(task_file), out, seed, until=until)
     except EchoError as error:
         typer.echo(str(error), err=True)
