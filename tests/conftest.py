@@ -2,8 +2,6 @@
 
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from hypothesis import settings
 
 from echo.broker import BrokerPlan, RunningBroker, plan_broker, start_broker
-from echo.demo import prepare
 from echo.errors import BrokerError
 from tests.e2e.demo import Demo
 
@@ -103,20 +100,10 @@ def create_topic(topic_prefix: str) -> CreateTopic:
 @pytest.fixture(scope="session")
 def warm_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's policy, made once for all tests that only need one that answers right at times: don't change its folder."""
-    folder = tmp_path_factory.mktemp("policy")
-    prepare(folder, seed=0, overrides=(), apache_home=None)
-    make = [
-        "-m",
-        "producers.tiny_policy",
-        "--task-file",
-        str(folder / "run.yaml"),
-        "--out",
-        str(folder / "model"),
-        "--seed",
-        "0",
-    ]
-    subprocess.run([sys.executable, *make], check=True, timeout=120)
-    return folder / "model"
+    # Imported here: most tests need no torch, which takes seconds.
+    from tests.experiments.loop import make_model
+
+    return make_model(tmp_path_factory.mktemp("policy"), seed=0)
 
 
 @pytest.fixture

@@ -34,13 +34,13 @@ def test_the_same_run_on_apache_kafka_is_readable_by_kcat(
     """Only bootstrap.servers differs from the demo on the embedded broker (and a prefix, since tests share this Kafka)."""
     servers = apache.bootstrap_servers
     where = (f"broker.settings.bootstrap.servers={servers}", f"topics.prefix={topic_prefix}")
-    demo = Demo(tmp_path / "out", "--seed", "1", *where, f"model.path={warm_policy}", "learner.steps=45")
+    demo = Demo(tmp_path / "out", "--seed", "1", *where, f"model.path={warm_policy}", "learner.steps=70")
     started.append(demo)
     assert demo.wait() == 0, demo.log
     assert "bootstrap.servers of the run file" in demo.log
     summary = demo.summary()
     check_summary(summary, learned=False)
-    assert summary["reward_last"] >= summary["reward_first"] + 0.2, "fewer than half of the demo's steps show that it learns"
+    assert summary["reward_last"] >= summary["reward_first"] + 0.3, "two thirds of the steps show that it learns"
 
     group = f"echo-{load(demo.out / 'run.yaml').run_id}"
     admin = AdminClient({"bootstrap.servers": servers})
