@@ -55,7 +55,6 @@ class IntakeStats(NamedTuple):
     newest_version: int
     worst_staleness: int
     masked_tokens: int
-    seen_versions: tuple[int, int] | None
 
 
 class Judged(NamedTuple):
@@ -131,7 +130,7 @@ class Intake:
         self._buffer_bytes = buffer_bytes
         self._min_group_size = min_group_size
         self._ledger = ledger
-        self._newest = newest_version
+        self._newest = self._possible = newest_version
         self._vocabulary = vocabulary
         self._max_tokens = max_tokens
         # The deadline runs while records can come: members that wait in the log unread are not late.
@@ -157,7 +156,6 @@ class Intake:
         self._dropped_groups: Counter[str] = Counter()
         self._worst_staleness = 0
         self._masked_tokens = 0
-        self._seen: tuple[int, int] | None = None
         # Sequential mode: the only groups that are taken. None takes every group of the run.
         self._requested: frozenset[str] | None = None
         self._changed = threading.Condition()
@@ -188,10 +186,12 @@ class Intake:
                     dead.append(DeadLetter(record, _reason(error), str(error)))
                     continue
                 reason = self._judge(header)
-                if reason is None:
-                    kept.append((record, header))
-                else:
+                if reason is not None:
                     self._ledger.resolve(record.partition, record.offset, reason)
+                elif header.max_policy_version > self._possible:
+                    dead.append(self._impossible(record, header))
+                else:
+                    kept.append((record, header))
             # Together, which is cheaper.
             values = codec.decode_many([record.value for record, _ in kept])
             for (record, header), decoded in zip(kept, values, strict=True):
@@ -286,11 +286,17 @@ class Intake:
                 if decided is not None:
                     decided.held = False
 
+    def announcing(self, version: int) -> None:
+        """A newer policy version is about to be announced: records of it may be read before `announced` is called."""
+        with self._changed:
+            self._possible = max(self._possible, version)
+
     def announced(self, version: int) -> None:
         """A newer policy version has been announced: what waits here is judged against it, now."""
         with self._changed:
             assert version >= self._newest
             self._newest = version
+            self._possible = max(self._possible, version)
             self._drop_stale()
             self._changed.notify_all()
 
@@ -320,7 +326,6 @@ class Intake:
                 newest_version=self._newest,
                 worst_staleness=self._worst_staleness,
                 masked_tokens=self._masked_tokens,
-                seen_versions=self._seen,
             )
 
     def frontiers(self) -> dict[int, int]:
@@ -368,8 +373,6 @@ class Intake:
             decided.missing -= 1
             return decided.reason
         reason = None
-        low, high = self._seen or (header.min_policy_version, header.max_policy_version)
-        self._seen = (min(low, header.min_policy_version), max(high, header.max_policy_version))
         if self._is_stale(header.max_policy_version if self._masks else header.min_policy_version):
             reason = Reason.STALE
         elif self._max_tokens is not None and header.token_count > self._max_tokens:
@@ -380,6 +383,16 @@ class Intake:
         if reason is not None:
             self._drop_with(header, reason)
         return reason
+
+    def _impossible(self, record: LogRecord, header: codec.RecordHeader) -> DeadLetter:
+        """A record of a version that nobody can have sampled from: trained, it would pass for fresh until that version."""
+        self._drop_with(header, Reason.INCOMPLETE_GROUP)
+        return DeadLetter(
+            record,
+            Reason.CORRUPT,
+            f"policy version {header.max_policy_version} is above {self._possible}, the newest of this run: no producer can "
+            "have sampled from it",
+        )
 
     def _join(self, record: LogRecord, header: codec.RecordHeader, decoded: codec.Decoded | RecordError) -> DeadLetter | None:
         """Have a record join its group, unless one that was read with it has decided that."""

@@ -112,6 +112,15 @@ class AdapterBase(NamedTuple):
     tensors: Callable[[], Iterable[HostTensor]]
 
 
+class Stored(NamedTuple):
+    """A version that is durable and not announced yet. created: seconds since the epoch."""
+
+    version: int
+    step: int
+    created: float
+    published: Published
+
+
 class PolicyPublisher:
     """Stores and announces policies of one run. `server_url` is where producers reach the weight server."""
 
@@ -139,25 +148,32 @@ class PolicyPublisher:
         self.newest = newest
         """The newest announced version, -1 before the first."""
 
-    def publish(
+    def store(
         self,
         *,
         step: int,
         tensors: Iterable[HostTensor],
-        grants: Callable[[int], Mapping[str, Grant]],
         adapts: AdapterBase | None = None,
         canary: Canary | None = None,
-    ) -> Announcement:
-        """Store the next version, then announce it with the grants of that moment.
+    ) -> Stored:
+        """Make the next version durable and servable; `announce` it then.
 
-        grants: called with the message's sequence number, last thing before it is sent. adapts: the tensors are an adapter for
-        this base, which is stored first, as a version that is not announced, where the store does not have it. canary: what the
-        policy says, for producers to compare with.
-        Raises WeightsError (nothing is announced), BrokerError, FencedError.
+        adapts: the tensors are an adapter for this base, which is stored first, as a version that is not announced, if the
+        store does not have it. canary: the policy's logprobs of a fixed text, for producers to compare with.
+        Raises WeightsError.
         """
         created = time.time()
         adapter = self._adapter(adapts, step, created) if adapts is not None else None
         version, published = self._put(step, tensors, created, adapter, canary)
+        return Stored(version, step, created, published)
+
+    def announce(self, stored: Stored, *, grants: Callable[[int], Mapping[str, Grant]]) -> Announcement:
+        """Announce what was stored, with the grants of that moment.
+
+        grants: called with the message's sequence number, last thing before it is sent.
+        Raises BrokerError, FencedError.
+        """
+        version, step, created, published = stored
         announcement = self._writer.send(
             lambda sequence: Announcement(
                 run_id=self._run_id,
@@ -210,7 +226,7 @@ class PolicyPublisher:
         return Adapter(model_version=version, model_digest=digest, config=dict(adapts.config))
 
     def progress(self, *, step: int, grants: Callable[[int], Mapping[str, Grant]]) -> None:
-        """Tell producers their grants between announcements. `grants` as in `publish`."""
+        """Tell producers their grants between announcements. `grants` as in `announce`."""
         self._writer.send(
             lambda sequence: Progress(
                 run_id=self._run_id,

@@ -182,17 +182,19 @@ class Trainer:
         with self._phase("publish"):
             lora = self._run.learner.lora
             if lora is not None and lora.publish == "adapter":
-                announcement = self._publisher.publish(
+                stored = self._publisher.store(
                     step=self.step,
                     tensors=self._learner.adapter_tensors(),
                     adapts=AdapterBase(self._learner.adapter_config, self._learner.base_tensors),
                     canary=self._learner.canary(),
-                    grants=grants,
                 )
             else:
-                announcement = self._publisher.publish(
-                    step=self.step, tensors=self._learner.host_tensors(), canary=self._learner.canary(), grants=grants
+                stored = self._publisher.store(
+                    step=self.step, tensors=self._learner.host_tensors(), canary=self._learner.canary()
                 )
+            # Producers may sample from it, and their records be read, before the broker's answer is here.
+            self._intake.announcing(stored.version)
+            announcement = self._publisher.announce(stored, grants=grants)
         self._intake.announced(announcement.version)
         self._metrics.announcements.inc()
         self._metrics.policy_version.set(announcement.version)

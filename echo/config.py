@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from echo.trajectory import MAX_TEMPERATURE, MIN_TEMPERATURE
+
 # Settings of librdkafka whose values are secret, by part of their name.
 _SECRET_PARTS = ("password", "secret", "jaas", "key.pem", "token", "oauthbearer.config")
 
@@ -78,7 +80,7 @@ class TopicsConfig(_Section):
 class SamplingConfig(_Section):
     group_size: int = Field(default=8, ge=1)
     """Trajectories per prompt."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0 keeps the whole vocabulary."""

@@ -27,8 +27,12 @@ LOGPROB_MODES = ("processed", "raw")
 # the learner computes from it together with others of its batch.
 MAX_TEXT_CHARS = 8192
 MAX_REWARD_COMPONENTS = 256
-MAX_REWARD = 1e30
+# Times the largest ratio of an objective, over the lowest temperature, its square still fits into float32.
+MAX_REWARD = 1e6
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MAX_VERSION = 2**53
+# Far below what any sampler draws, and above the values by which engines mark a logprob as unknown.
+MIN_LOGPROB = -5000.0
 # A probability of 1 may come out a little above it.
 _LOGPROB_ROUNDING = 1e-3
 
@@ -59,7 +63,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     group_size, group_index: the group has `group_size` members, this one is `group_index` in [0, group_size).
     task, prompt_id: which task asked, and which of its prompts.
     prompt_ids: int32 (P,). completion_ids: int32 (C,).
-    logprobs: float32 or float16 (C,), natural log, finite, <= 0 up to rounding (1e-3).
+    logprobs: float32 or float16 (C,), natural log, from MIN_LOGPROB to 0 (up to rounding, 1e-3).
     loss_mask: bool (C,), True where the policy sampled the token.
     spans: ((start_token, policy_version), ...), the first starts at 0, starts and versions rise strictly.
     reward and its components, finite and within +-MAX_REWARD; finish_reason as in FINISH_REASONS. All text together has at
@@ -171,21 +175,21 @@ def field_problems(trajectory: Trajectory) -> list[str]:
     if len(t.loss_mask) != completion:
         found.append(f"loss_mask has {len(t.loss_mask)} values for {completion} completion tokens")
     if not abs(t.reward) <= MAX_REWARD:
-        found.append(f"reward is {t.reward}")
+        found.append(f"reward is {t.reward}, at most {MAX_REWARD:g} either way is allowed: scale it")
     text = len(t.run_id) + len(t.trajectory_id) + len(t.group_id) + len(t.task) + len(t.prompt_id) + len(t.engine)
     text += len(t.model) + len(t.producer_id)
     for name, value in t.reward_components.items():
         text += len(name)
         if not abs(value) <= MAX_REWARD:
-            found.append(f"reward_components[{name[:40]!r}] is {value}")
+            found.append(f"reward_components[{name[:40]!r}] is {value}, at most {MAX_REWARD:g} either way is allowed: scale it")
     if text > MAX_TEXT_CHARS:
         found.append(f"the text fields have {text} characters, at most {MAX_TEXT_CHARS} are allowed")
     if len(t.reward_components) > MAX_REWARD_COMPONENTS:
         found.append(f"reward_components has {len(t.reward_components)} entries, at most {MAX_REWARD_COMPONENTS} are allowed")
     if t.finish_reason not in FINISH_REASONS:
         found.append(f"finish_reason {t.finish_reason[:40]!r} is none of {', '.join(FINISH_REASONS)}")
-    if not 0 < t.sampling.temperature < math.inf:
-        found.append(f"sampling.temperature is {t.sampling.temperature}")
+    if not MIN_TEMPERATURE <= t.sampling.temperature <= MAX_TEMPERATURE:
+        found.append(f"sampling.temperature is {t.sampling.temperature}, allowed is {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}")
     if t.sampling.logprob_mode not in LOGPROB_MODES:
         found.append(f"sampling.logprob_mode {t.sampling.logprob_mode[:40]!r} is none of {', '.join(LOGPROB_MODES)}")
     found.extend(span_problems(t.spans, completion))
@@ -202,6 +206,8 @@ def logprob_problems(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
         return ["logprobs holds NaN or infinity"]
     if highest > _LOGPROB_ROUNDING:
         return [f"logprobs holds {highest}: a logarithm of a probability is not above 0"]
+    if lowest < MIN_LOGPROB:
+        return [f"logprobs holds {lowest}: no sampler draws a token below {MIN_LOGPROB:g}"]
     return []
 
 

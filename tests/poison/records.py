@@ -241,19 +241,20 @@ def _other_size(rng: random.Random, number: int, vocabulary: int) -> Iterator[Po
 
 def _ruinous_group(rng: random.Random, number: int, vocabulary: int) -> Iterator[Poison]:
     """Both members, complete and well formed, with values from which a learner computes NaN or an overflow."""
-    ruin = rng.choice(["temperature", "reward", "logprob", "version"])
+    ruin = rng.choice(["temperature", "reward", "logprob", "version", "future"])
     for index in range(2):
         plain = msgpack.unpackb(codec.encode(member(number, index)).value)
         headers: list[Header] = list(codec.encode(member(number, index)).headers)
         if ruin == "temperature":
-            plain["sampling"]["temperature"] = rng.choice([0.0, -1.0])
+            plain["sampling"]["temperature"] = rng.choice([0.0, -1.0, 1e-30, 1e30])
         elif ruin == "reward":
-            plain["reward"] = 1e308 * (-1) ** index
+            plain["reward"] = rng.choice([1e308, 1e30, 1e9]) * (-1) ** index
         elif ruin == "logprob":
-            plain["logprobs"] = {"dtype": "<f4", "data": np.full(4, 3e38, "<f4").tobytes()}
+            plain["logprobs"] = {"dtype": "<f4", "data": np.full(4, rng.choice([3e38, -3e38, -9999.0]), "<f4").tobytes()}
         else:
-            plain["spans"] = [[0, 2**63]]
-            headers = [(n, b"%d" % 2**63 if n.endswith("_version") else v) for n, v in headers]
+            version = 2**63 if ruin == "version" else 10**9
+            plain["spans"] = [[0, version]]
+            headers = [(n, b"%d" % version if n.endswith("_version") else v) for n, v in headers]
         allowed = frozenset({"incomplete_group"} if index else {"corrupt"})
         yield Poison("", plain["group_id"].encode(), headers, msgpack.packb(plain), allowed)
 
@@ -267,7 +268,7 @@ def _odd_but_sound(rng: random.Random, number: int, vocabulary: int) -> Iterator
     elif odd == "unknown":
         yield _made(number, "deadline", value=msgpack.packb(_plain(number) | {"later": [{"a": 1}] * 100, "schema": "1.99"}))
     else:
-        extreme = member(number, group_size=2**60, reward=-1e29, sampling=Sampling(max_tokens=4, seed=2**63))
+        extreme = member(number, group_size=2**60, reward=-1e6, sampling=Sampling(max_tokens=4, seed=2**63))
         record = codec.encode(extreme)
         yield Poison("", record.key, list(record.headers), record.value, frozenset({"deadline"}))
 

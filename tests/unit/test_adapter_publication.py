@@ -40,7 +40,8 @@ class Trainer:
     def publish(self, step: int) -> int:
         base = AdapterBase(self.learner.adapter_config, self.learner.base_tensors)
         tensors = self.learner.adapter_tensors()
-        return self.publisher.publish(step=step, tensors=tensors, adapts=base, grants=lambda sequence: {}).version
+        stored = self.publisher.store(step=step, tensors=tensors, adapts=base)
+        return self.publisher.announce(stored, grants=lambda sequence: {}).version
 
 
 pytestmark = pytest.mark.usefixtures("own_process")

@@ -9,11 +9,11 @@ from hypothesis.extra import numpy as hnp
 
 from echo import codec
 from echo.errors import CorruptRecordError, SchemaError
-from echo.trajectory import Sampling, Trajectory
+from echo.trajectory import MAX_REWARD, Sampling, Trajectory
 from tests.helpers import make_trajectory
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
-finite = st.floats(-1e30, 1e30)
+rewards = st.floats(-MAX_REWARD, MAX_REWARD)
 
 
 @st.composite
@@ -36,8 +36,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         logprobs=draw(hnp.arrays(dtype, completion, elements=st.floats(-60, 0, width=16))),
         loss_mask=draw(hnp.arrays(np.bool_, completion)),
         spans=tuple(zip([0, *sorted(starts)], versions, strict=True)),
-        reward=draw(finite),
-        reward_components=draw(st.dictionaries(names, finite, max_size=3)),
+        reward=draw(rewards),
+        reward_components=draw(st.dictionaries(names, rewards, max_size=3)),
         sampling=Sampling(max_tokens=draw(st.integers(1, 1000)), seed=draw(st.none() | st.integers(0, 2**63 - 1))),
     )
 

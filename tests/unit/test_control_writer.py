@@ -196,7 +196,7 @@ def test_an_announcement_is_seen_although_no_grant_changes_after_it(tmp_path: Pa
         clock=lambda: now[0],
     )
     tensor = HostTensor("w", "U8", (4,), memoryview(b"1234"))
-    publisher.publish(step=0, tensors=[tensor], grants=listener.take_grants)
+    publisher.announce(publisher.store(step=0, tensors=[tensor]), grants=listener.take_grants)
     assert seen() == []
     listener.start()
     try:

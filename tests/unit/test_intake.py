@@ -160,7 +160,9 @@ def test_where_stale_tokens_are_masked_a_member_without_a_fresh_one_drops_its_gr
 
 def test_an_announcement_drops_what_it_makes_stale_complete_or_not() -> None:
     log, intake = Log(), make_intake(newest_version=0)
-    intake.offer([log.put(member(0, 0)), log.put(member(0, 1)), log.put(member(1, 0)), log.put(member(2, 0, version=1))])
+    intake.offer([log.put(member(0, 0)), log.put(member(0, 1)), log.put(member(1, 0))])
+    intake.announced(1)
+    intake.offer([log.put(member(2, 0, version=1))])
     intake.announced(2)
     assert reasons(intake) == {Reason.STALE: 3}
     assert intake.stats().members_incomplete == 1
@@ -234,12 +236,35 @@ def test_unreadable_records_are_dead_lettered_and_resolved_only_once_that_is_saf
 
 
 def test_headers_and_value_that_disagree_are_corrupt_and_the_group_is_given_up() -> None:
-    log, intake = Log(), make_intake()
+    log, intake = Log(), make_intake(newest_version=1)
     intake.offer([log.put(member(0, 0))])
     lying = log.put(member(0, 1, version=1))._replace(value=codec.encode(member(0, 1, version=0)).value)
     (letter,) = intake.offer([lying])
     assert (letter.reason, letter.detail) == (Reason.CORRUPT, "headers and value disagree")
     assert reasons(intake) == {Reason.INCOMPLETE_GROUP: 1}
+
+
+@pytest.mark.parametrize("spans", [((0, 10**9),), ((0, 2), (1, 4)), ((0, 4),)])
+@pytest.mark.parametrize("on_stale", ["drop", "mask"])
+def test_a_version_that_was_never_announced_is_a_dead_letter_and_its_group_is_given_up(spans, on_stale) -> None:
+    """It would count as fresh until that version is reached, and stay in the buffer for as long."""
+    log, intake = Log(), make_intake(newest_version=2, on_stale=on_stale)
+    intake.announcing(3)
+    members = [member(0, 0, version=2), member(0, 1, spans=spans), member(0, 1, version=3, group_index=0)]
+    (letter,) = intake.offer([log.put(one) for one in members])
+    assert letter.reason is Reason.CORRUPT
+    assert f"policy version {spans[-1][1]} is above 3" in letter.detail
+    assert reasons(intake) == {Reason.INCOMPLETE_GROUP: 2}
+    intake.dead_lettered(letter)
+    assert intake.frontiers() == {0: 3}
+
+
+def test_a_record_of_the_version_that_is_just_being_announced_is_taken() -> None:
+    """A producer may sample from it before the trainer has the broker's answer to the announcement."""
+    log, intake = Log(), make_intake(groups_per_step=1)
+    intake.announcing(1)
+    assert intake.offer([log.put(member(0, index, version=1)) for index in (0, 1)]) == []
+    assert intake.cut(0) is not None
 
 
 def test_a_token_that_the_learner_does_not_know_is_corrupt() -> None:
@@ -517,16 +542,22 @@ def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data
         st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1), st.integers(0, 6), st.integers(0, 3)), max_size=40),
         label="members",
     )
-    newest = 0
+    newest = possible = 0
     trained: list[str] = []
     open_letters: list[DeadLetter] = []
     for number, index, version, later in supply:
-        first, last = min(version, newest), min(version + later, newest)
+        # Now and then one above what can be.
+        highest = possible + data.draw(st.sampled_from([0, 0, 0, 1, 10**9]))
+        first, last = min(version, highest), min(version + later, highest)
         spans = ((0, first), (1, last)) if last > first else ((0, first),)
         open_letters += intake.offer([log.put(member(number, index, spans=spans))])
-        action = data.draw(st.sampled_from(["none", "announce", "cut", "expire", "letters"]))
-        if action == "announce":
-            newest += data.draw(st.integers(1, 3))
+        action = data.draw(st.sampled_from(["none", "announcing", "announce", "cut", "expire", "letters"]))
+        if action == "announcing":
+            possible = max(possible, newest + data.draw(st.integers(1, 3)))
+            intake.announcing(possible)
+        elif action == "announce":
+            newest = max(possible, newest + 1)
+            possible = newest
             intake.announced(newest)
         elif action == "expire":
             intake.expire(6)
@@ -543,6 +574,7 @@ def test_any_interleaving_trains_nothing_stale_and_resolves_everything_once(data
                         trained_versions = m.trajectory.token_versions()[m.trajectory.loss_mask]
                         assert len(trained_versions), "a member with nothing to train"
                         assert newest - min(trained_versions) <= bound
+                        assert max(trained_versions) <= possible
                         assert on_stale == "mask" or m.trajectory.loss_mask.all()
                     trained += [m.trajectory.trajectory_id for m in group.members]
                 intake.trained(batch)

@@ -69,17 +69,21 @@ def tensor(seed: int) -> HostTensor:
     return HostTensor("w", "U8", (5000,), memoryview(np.random.default_rng(seed).bytes(5000)))
 
 
+def publish(publisher: PolicyPublisher, *, step: int, tensors: list[HostTensor], adapts: AdapterBase | None = None) -> None:
+    publisher.announce(publisher.store(step=step, tensors=tensors, adapts=adapts), grants=lambda sequence: {})
+
+
 def test_what_is_announced_can_be_pulled_whole_at_that_moment(tmp_path: Path) -> None:
     publisher, log = make(tmp_path)
     for step in range(4):
-        publisher.publish(step=step, tensors=[tensor(step)], grants=lambda sequence: {})
+        publish(publisher, step=step, tensors=[tensor(step)])
     assert log.pulled == [{"w": bytes(tensor(step).data)} for step in range(4)]
 
 
 def test_an_announced_adapter_has_its_base_beside_it(tmp_path: Path) -> None:
     publisher, log = make(tmp_path)
     adapts = AdapterBase({}, lambda: [tensor(9)])
-    publisher.publish(step=0, tensors=[tensor(0)], adapts=adapts, grants=lambda sequence: {})
+    publish(publisher, step=0, tensors=[tensor(0)], adapts=adapts)
     assert log.pulled == [{"w": bytes(tensor(0).data)}]
 
 
@@ -87,5 +91,5 @@ def test_what_could_not_be_stored_is_not_announced(tmp_path: Path) -> None:
     publisher, log = make(tmp_path)
     wrong = HostTensor("w", "U8", (6000,), tensor(0).data)
     with pytest.raises(WeightsError):
-        publisher.publish(step=0, tensors=[wrong], grants=lambda sequence: {})
+        publish(publisher, step=0, tensors=[wrong])
     assert (log.announced, publisher.newest) == (0, -1)

@@ -98,11 +98,13 @@ def test_where_stale_tokens_were_masked_a_replay_masks_the_same(model_path: str,
     """Two groups are of the first policy, two changed it after two tokens: at S = 0 these are too old for step 2."""
     cluster = Cluster()
     cluster.sample(range(2))
-    cluster.sample(range(2, 4), spans=((0, 0), (2, 1)))
-    run = make_run(model_path, tmp_path, steps=2).model_copy(update={"max_staleness": 0, "on_stale": "mask"})
+    masking = {"max_staleness": 0, "on_stale": "mask"}
+    train(make_run(model_path, tmp_path, steps=1).model_copy(update=masking), cluster)
+    cluster.sample(range(2, 4), spans=((0, 1), (2, 2)))
+    run = make_run(model_path, tmp_path, steps=2).model_copy(update=masking)
     train(run, cluster)
     lines = [line for line in journal.read(journal_of(run)) if "batch" in line]
-    assert [line["masked_below"] for line in lines] == [0, 1]
+    assert [line["masked_below"] for line in lines] == [0, 2]
     assert [line["staleness"] for line in lines] == [{"0": 2 * GROUP}] * 2
     assert [replayed(cluster, run, step).matches for step in (1, 2)] == [True, True]
     masks = [m.trajectory.loss_mask.tolist() for group in replayed(cluster, run, 2).groups for m in group.members]
