@@ -12,8 +12,9 @@ import structlog
 
 from consumers.fleet import Fleet, GivenUp, ProducerStatus
 from echo import control
+from echo.background import Background
 from echo.control import Grant
-from echo.errors import ControlError, EchoError
+from echo.errors import ControlError
 from echo.log import BEGINNING, LogReader
 
 log = structlog.get_logger("fleet")
@@ -48,27 +49,18 @@ class FleetListener:
         self._sent: Mapping[str, Grant] = {}
         self._sent_at = float("-inf")
         self._current = False
-        self._stop = threading.Event()
-        self._error: EchoError | None = None
-        self._thread = threading.Thread(target=self._run, name="fleet-listener", daemon=True)
+        self._listening = Background("fleet-listener", self._run)
 
     def start(self) -> None:
         self._reader.assign({(self._topic, 0): BEGINNING})
-        self._thread.start()
+        self._listening.start()
 
     def check(self) -> None:
         """Raise what ended the thread, if anything did."""
-        # Asked first: a thread that ended has said why before.
-        ended = self._thread.ident is not None and not self._thread.is_alive() and not self._stop.is_set()
-        if self._error is not None:
-            raise self._error
-        if ended:
-            raise EchoError(f"hearing {self._topic} ended by an error in Echo itself: its traceback is on standard error")
+        self._listening.check()
 
     def close(self) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=30)
+        self._listening.stop(30)
         self._reader.close()
 
     def alive(self) -> list[ProducerStatus]:
@@ -104,11 +96,8 @@ class FleetListener:
             return grants
 
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._turn()
-        except EchoError as error:
-            self._error = error
+        while not self._listening.stopping.is_set():
+            self._turn()
 
     def _turn(self) -> None:
         for record in self._reader.read(1000, _POLL_S):

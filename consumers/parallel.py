@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from consumers.launched import COMMAND, place
+from echo.background import Background
 from echo.errors import ConfigError, RankError
 
 log = structlog.get_logger("ranks")
@@ -94,7 +95,7 @@ class Team:
         if precision == "float16" and self.sharding != "none":
             raise ConfigError("learner.sharding and model.dtype float16 don't go together: take bfloat16")
         self._lock = threading.RLock()
-        self._closing = threading.Event()
+        self._company = Background("ranks", self._keep_company)
         self._failure: BaseException | None = None
         self._mesh: DeviceMesh | None = None
         if self.size == 1:
@@ -105,7 +106,7 @@ class Team:
             self._mesh = init_device_mesh(self.device.type, (self.size,))
         if self.rank == 0:
             self._period_s = min(2.0, timeout_s / 5)
-            threading.Thread(target=self._keep_company, name="ranks", daemon=True).start()
+            self._company.start()
 
     @property
     def leads(self) -> bool:
@@ -153,12 +154,13 @@ class Team:
         """Raise RankError where another rank is known to be gone."""
         if self._failure is not None:
             raise RankError(f"another rank is gone, and the job ends with it: {self._failure}") from self._failure
+        self._company.check()
 
     def close(self, *, failed: bool = False) -> None:
         """Rank 0 ends the others' wait, well or not. Nobody is left to be told where a collective was broken."""
-        if self.size == 1 or self._closing.is_set():
+        if self.size == 1 or self._company.stopping.is_set():
             return
-        self._closing.set()
+        self._company.stopping.set()
         with self._lock:
             if self._failure is None:
                 try:
@@ -231,9 +233,9 @@ class Team:
 
     def _keep_company(self) -> None:
         """Rank 0's word to the others, while its trainer has nothing for them."""
-        while not self._closing.wait(self._period_s):
+        while not self._company.stopping.wait(self._period_s):
             with self._lock:
-                if self._closing.is_set() or self._failure is not None:
+                if self._company.stopping.is_set() or self._failure is not None:
                     return
                 try:
                     self._exchange(Command.WAIT, b"")

@@ -3,10 +3,9 @@
 They are paused too while too many dead letters wait for the broker (consumers/dead_letters.py), so that memory stays bounded.
 
 Refuses consumer groups and auto-commit: positions come from the checkpoint. The thread polls whatever happens, also while
-paused, and hands every failure to the trainer, who asks `check`.
+paused; the trainer learns of its death from `check`.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -14,7 +13,7 @@ import structlog
 
 from consumers.dead_letters import DeadLetters
 from consumers.intake import Intake
-from echo.errors import EchoError
+from echo.background import Background
 from echo.log import BEGINNING, LogProducer, LogReader
 
 log = structlog.get_logger("reader")
@@ -53,25 +52,18 @@ class TrajectoryReader:
         self._start = {(topic, number): frontiers.get(number, BEGINNING) for number in range(partitions)}
         self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered)
         self._clock = clock
-        self._stop = threading.Event()
-        self._error: EchoError | None = None
         self.paused = False
         self._lag: dict[int, int | None] = {}
         self._lag_due = 0.0
-        self._thread = threading.Thread(target=self._run, name="trajectory-reader", daemon=True)
+        self._polling = Background("trajectory-reader", self._run, wake=intake.wake)
 
     def start(self) -> None:
         self._reader.assign(self._start)
-        self._thread.start()
+        self._polling.start()
 
     def check(self) -> None:
         """Raise what ended the polling thread, if anything did."""
-        # Asked first: a thread that ended has said why before.
-        ended = self._thread.ident is not None and not self._thread.is_alive() and not self._stop.is_set()
-        if self._error is not None:
-            raise self._error
-        if ended:
-            raise EchoError(f"reading {self.topic} ended by an error in Echo itself: its traceback is on standard error")
+        self._polling.check()
 
     def lag(self) -> dict[int, int | None]:
         """Per partition, records between the reader's position and the log end, as the polling thread last saw them."""
@@ -79,11 +71,9 @@ class TrajectoryReader:
 
     def stop(self) -> None:
         """Stop polling and wait for outstanding dead letters, so that a last checkpoint knows them as resolved."""
-        if self._stop.is_set():
+        if self._polling.stopping.is_set():
             return
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=30)
+        self._polling.stop(30)
         self._letters.flush(10.0)
 
     def close(self) -> None:
@@ -91,12 +81,8 @@ class TrajectoryReader:
         self._reader.close()
 
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._turn()
-        except EchoError as error:
-            self._error = error
-            self._intake.wake()
+        while not self._polling.stopping.is_set():
+            self._turn()
 
     def _turn(self) -> None:
         self._set_paused(self._intake.full() or self._letters.full)

@@ -18,7 +18,8 @@
     ├── TaskError            a task can't be built or scored
     ├── CheckpointError      a checkpoint is incomplete, damaged, or belongs to another run
     ├── TrainingError        the run can't go on: its steps are not finite any more
-    └── RankError            another rank of the trainer is gone
+    ├── RankError            another rank of the trainer is gone
+    └── BackgroundError      a thread of this process ended that should not have
 
 A message names the place (file, key, topic, partition, offset, URL) and says what to do.
 """
@@ -108,3 +109,7 @@ class TrainingError(EchoError):
 
 class RankError(EchoError):
     """Another rank of this trainer is gone, or does not answer."""
+
+
+class BackgroundError(EchoError):
+    """A thread of this process ended that should not have."""

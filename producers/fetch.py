@@ -59,6 +59,9 @@ class PullClient(Protocol):
         progress: Callable[[int, int], None] | None,
     ) -> Pulled: ...
 
+    def check(self) -> None:
+        """Raise what ended its work in the background, if anything did."""
+
 
 class _Version(NamedTuple):
     number: int

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import structlog
 
 from echo import control
+from echo.background import Background
 from echo.control import Heartbeat
 from echo.errors import BrokerError
 from echo.log import LogProducer
@@ -23,7 +24,8 @@ _BETWEEN_CHANGES_S = 0.5
 class HeartbeatSender:
     """Sends `snapshot(sequence, leaving)` every `every_s` seconds, soon after `changed`, and at once at `now=True`.
 
-    The snapshot is taken in the sending thread. `close` sends the last one, with `leaving`, and does not flush.
+    The snapshot is taken in the sending thread. `close` sends the last one, with `leaving`, and does not flush. After a
+    death of the thread it sends none: the last one would meet the same error.
     """
 
     def __init__(
@@ -38,11 +40,10 @@ class HeartbeatSender:
         self._due = 0.0
         self._last = float("-inf")
         self._sequence = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._sending = Background("heartbeat", self._run, wake=self._notify)
 
     def start(self) -> "HeartbeatSender":
-        self._thread.start()
+        self._sending.start()
         return self
 
     def changed(self, *, now: bool = False) -> None:
@@ -53,21 +54,26 @@ class HeartbeatSender:
                 self._due = soonest
                 self._wake.notify_all()
 
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        self._sending.check()
+
     def close(self) -> None:
         """End the thread and send the leaving heartbeat."""
+        self._sending.stop()
+        if not self._sending.failed:
+            self._send(leaving=True)
+
+    def _notify(self) -> None:
         with self._wake:
-            self._closed = True
             self._wake.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._send(leaving=True)
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._closed and (left := self._due - time.monotonic()) > 0:
+                while not self._sending.stopping.is_set() and (left := self._due - time.monotonic()) > 0:
                     self._wake.wait(left)
-                if self._closed:
+                if self._sending.stopping.is_set():
                     return
                 self._last = time.monotonic()
                 self._due = self._last + self._every_s

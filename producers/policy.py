@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from echo import control
+from echo.background import Background
 from echo.control import Announcement, EndOfRun, Grant
 from echo.errors import ControlError, PullCancelled, WeightsError
 from echo.log import LogReader, LogRecord
@@ -81,7 +82,7 @@ class PolicyListener:
             return self._told
 
     def check(self) -> None:
-        """Raise BrokerError where the listening has ended."""
+        """Raise what ended the listening, if anything did."""
         self._follower.check()
 
     def close(self) -> None:
@@ -159,15 +160,14 @@ class PolicyPuller:
         self._on_request = on_request
         self._held_back = on_request
         self._refreshes = 0
-        self._closed = False
         self._failures_in_row = 0
         self.pulls = 0
         self.failed_pulls = 0
         self.last_error = ""
-        self._thread = threading.Thread(target=self._run, name="policy-puller", daemon=True)
+        self._pulling = Background("policy-puller", self._run, wake=self._notify)
 
     def start(self) -> "PolicyPuller":
-        self._thread.start()
+        self._pulling.start()
         return self
 
     def take_policy(self) -> Policy | None:
@@ -199,18 +199,21 @@ class PolicyPuller:
             self._fail(f"the engine refused version {policy.version}: {error}")
 
     def check(self) -> None:
-        """Raise WeightsError where nobody pulls any more."""
-        if self._thread.ident is not None and not self._thread.is_alive() and not self._closed:
-            raise WeightsError("nobody pulls weights any more, the thread ended (see the traceback before)")
+        """Raise what ended the pulling, if anything did. A pull that fails does not end it."""
+        self._pulling.check()
 
     def close(self) -> None:
         """Cancel a running pull and end the thread."""
+        # A server that has gone silent in mid-read is not waited for: nothing of a pull outlives the process.
+        self._pulling.stop(_CLOSE_S)
+
+    @property
+    def _closed(self) -> bool:
+        return self._pulling.stopping.is_set()
+
+    def _notify(self) -> None:
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
-        if self._thread.is_alive():
-            # A server that has gone silent in mid-read is not waited for: nothing of a pull outlives the process.
-            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while True:

@@ -21,7 +21,7 @@ import structlog
 from echo import trajectory
 from echo.config import RunConfig
 from echo.control import Heartbeat, Request
-from echo.errors import BrokerError, EchoError, EngineError, TaskError
+from echo.errors import BackgroundError, BrokerError, EchoError, EngineError, TaskError
 from echo.metrics import ProducerMetrics
 from echo.sequential import mix_seed
 from echo.waiting import Watch
@@ -200,11 +200,7 @@ class ProduceLoop:
         watch = Watch(what, explain, limit_s=self._run.limits.waiting_s)
         with self._phase("wait"):
             while True:
-                self._listener.check()
-                self._puller.check()
-                self._publisher.check()
-                if self._requests is not None:
-                    self._requests.check()
+                self._check()
                 before = self._heard()
                 if self._told_to_end(before[0]) is not None:
                     return None
@@ -215,6 +211,16 @@ class ProduceLoop:
                     if self._heard() == before:
                         self._listener.changed.wait(_SLICE_S)
                 watch.check()
+
+    def _check(self) -> None:
+        """Raise what ended any part of this process that works in the background."""
+        self._listener.check()
+        self._puller.check()
+        self._publisher.check()
+        self._heartbeat.check()
+        self._with.weights.check()
+        if self._requests is not None:
+            self._requests.check()
 
     def _heard(self) -> tuple[ControlState, tuple[Request, ...], bool]:
         held = self._requests.held if self._requests is not None else ()
@@ -453,7 +459,7 @@ class ProduceLoop:
         self.state = "failed"
         try:
             self._publisher.flush(self._run.producer.flush_timeout_s)
-        except BrokerError as error:
+        except (BrokerError, BackgroundError) as error:
             log.error("not all that was sampled is acknowledged", error=str(error))
 
     def _close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from echo import codec
+from echo.background import Background
 from echo.errors import BrokerError, CorruptRecordError
 from echo.log import Delivery, LogProducer
 from echo.metrics import ProducerMetrics
@@ -69,7 +70,6 @@ class Publisher:
         self._tickets = 0
         self._wants_room = False
         self._error: BrokerError | None = None
-        self._closed = False
         self.acknowledged = 0
         self.groups_acknowledged = 0
         self.failed = 0
@@ -78,8 +78,8 @@ class Publisher:
         metrics.queued_bytes.set_function(lambda: self._queued)
         metrics.oldest_unacknowledged.set_function(self.oldest_unacknowledged_s)
         # Reports are served while the engine samples too: acknowledgements free the queue when they come, not when asked.
-        self._server = threading.Thread(target=self._serve, name="delivery-reports", daemon=True)
-        self._server.start()
+        self._serving = Background("delivery-reports", self._serve, wake=self._notify)
+        self._serving.start()
 
     @property
     def queued_bytes(self) -> int:
@@ -97,10 +97,11 @@ class Publisher:
         return 0.0
 
     def check(self) -> None:
-        """Raise what the broker reported since the last call: BrokerError where a record was refused for good."""
+        """Raise what ended the publishing: BrokerError where a record was refused for good, or what ended the thread."""
         with self._changed:
             if self._error is not None:
                 raise self._error
+        self._serving.check()
 
     def publish(self, group: Sequence[Trajectory]) -> bool:
         """Send the members of one group, waiting while the queue is full.
@@ -126,8 +127,7 @@ class Publisher:
         deadline = self._clock() + deadline_s
         with self._changed:
             while self._unacknowledged:
-                if self._error is not None:
-                    raise self._error
+                self.check()
                 left = deadline - self._clock()
                 if left <= 0:
                     raise BrokerError(
@@ -136,14 +136,15 @@ class Publisher:
                     )
                 self._changed.wait(min(_SLICE_S, left))
                 watch.check()
-            if self._error is not None:
-                raise self._error
+            self.check()
 
     def close(self) -> None:
         """Stop serving reports. Does not flush, and leaves the Kafka producer open: it is not ours."""
+        self._serving.stop()
+
+    def _notify(self) -> None:
         with self._changed:
-            self._closed = True
-        self._server.join()
+            self._changed.notify_all()
 
     def _encode(self, group: Sequence[Trajectory]) -> list[tuple[codec.EncodedRecord, int]] | None:
         """The whole group, encoded and measured, or None where a member can't go."""
@@ -175,8 +176,7 @@ class Publisher:
         ticket = -1
         while True:
             with self._changed:
-                if self._error is not None:
-                    raise self._error
+                self.check()
                 if ticket < 0 and (self._queued == 0 or self._queued + size <= self._queue_bytes):
                     # Counted before it is sent: its report may come before `send` returns.
                     self._tickets += 1
@@ -242,17 +242,8 @@ class Publisher:
                 self._changed.notify_all()
 
     def _serve(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-            try:
-                self._producer.poll(_SLICE_S)
-            except BrokerError as error:
-                with self._changed:
-                    self._error = self._error or error
-                    self._changed.notify_all()
-                return
+        while not self._serving.stopping.is_set():
+            self._producer.poll(_SLICE_S)
 
     def _describe(self) -> str:
         return (

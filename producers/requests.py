@@ -89,7 +89,7 @@ class RequestListener:
             self._held = tuple(one for one in self._held if one.version >= version)
 
     def check(self) -> None:
-        """Raise BrokerError where the listening has ended."""
+        """Raise what ended the listening, if anything did."""
         self._follower.check()
 
     def close(self) -> None:

@@ -5,11 +5,11 @@ Refuses to restart it: its records died with it, and whoever reads on would read
 
 import secrets
 import signal
-import threading
 from pathlib import Path
 
 import structlog
 
+from echo.background import Background
 from echo.broker.plan import BrokerPlan
 from echo.broker.process import HOST, GuardedProcess, PortTaken, free_ports, taken, wait_ready
 from echo.broker.running import RunningBroker
@@ -50,10 +50,9 @@ class TansuBroker(RunningBroker):
         self._limit_bytes = limit_bytes
         self._watch_s = watch_s
         self._failed: BrokerError | None = None
-        self._stopping = threading.Event()
         self._said: set[object] = set()
-        self._watcher = threading.Thread(target=self._watch, name="tansu-watch", daemon=True)
-        self._watcher.start()
+        self._watching = Background("tansu-watch", self._watch)
+        self._watching.start()
 
     @property
     def nodes(self) -> dict[int, int]:
@@ -62,20 +61,21 @@ class TansuBroker(RunningBroker):
     def check(self) -> None:
         if self._failed is not None:
             raise self._failed
-        if not self._stopping.is_set() and not self._process.running():
+        if not self._watching.stopping.is_set() and not self._process.running():
             raise BrokerError(
                 f"the embedded broker has ended with status {self._process.status()}, and its records with it: start the run "
                 f"anew with a new run_id; for records that survive, {_REMEDY}. Its last words: {self._process.last_words()}"
             )
+        self._watching.check()
 
     def stop(self) -> None:
-        self._stopping.set()
+        self._watching.stopping.set()
         self._process.stop()
-        self._watcher.join()
+        self._watching.stop()
 
     def _watch(self) -> None:
         admin = KafkaLogAdmin({"bootstrap.servers": self.bootstrap_servers}, client_id="echo-broker-watch")
-        while not self._stopping.wait(self._watch_s) and self._process.running():
+        while not self._watching.stopping.wait(self._watch_s) and self._process.running():
             self._watch_memory()
             if self._failed is None:
                 self._watch_partitions(admin)
@@ -102,7 +102,7 @@ class TansuBroker(RunningBroker):
         try:
             ends = admin.ends(_ASK_S)
         except BrokerError as error:
-            if not self._stopping.is_set():
+            if not self._watching.stopping.is_set():
                 log.warning("the embedded broker does not tell its partitions", error=str(error))
             return
         for partition, end in ends.items():

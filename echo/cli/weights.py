@@ -102,8 +102,7 @@ def serve(
         os.close(ready_fd)
     server.start()
     server.join()
-    if not stop.is_set():
-        raise WeightsError(f"{server.url}: the server ended by itself, see the log above")
+    server.check()
     log.info("stopped")
 
 

@@ -6,7 +6,6 @@ The admin API could do it too, but its requests to a coordinator abort the proce
 (librdkafka pull request 5397).
 """
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from echo.background import Background
 from echo.kafka.client import PRODUCER_ONLY, ClientErrors, Settings, build, client_settings
 from echo.log import Partition
 
@@ -56,7 +56,7 @@ class KafkaGroupOffsets:
         else:
             self._warn(f"no answer within {timeout_s:g} s")
             # Closing waits for the answer, for most of a minute. Nobody waits for this thread, not even the process's end.
-            threading.Thread(target=self._client.close, name="group-offsets", daemon=True).start()
+            Background("group-offsets", self._client.close, one_shot=True).start()
 
     def _send(self) -> None:
         if self._sent is not None or self._shown == self._wanted:

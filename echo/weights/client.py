@@ -100,6 +100,11 @@ class WeightClient:
         )
         return pull.run(self._connections, deadline_s, cancelled, progress)
 
+    def check(self) -> None:
+        """Raise what ended the part that serves peers, if anything did."""
+        if self._node is not None:
+            self._node.check()
+
     def close(self) -> None:
         """Serve no peers any more."""
         if self._node is not None:

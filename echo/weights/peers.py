@@ -11,6 +11,7 @@ import structlog
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from echo.background import Background
 from echo.errors import ManifestError, WeightsError
 from echo.weights.manifest import HostTensor, Manifest, pieces
 from echo.weights.server import Tls, WeightServer
@@ -98,18 +99,21 @@ class PeerNode:
         self._changed = threading.Condition()
         self._settled: tuple[str, Peer] | None = None
         self._abort = Abort()
-        self._thread = threading.Thread(target=self._announce, name="weights-peer", daemon=True)
+        self._announcing = Background("weights-peer", self._announce, wake=self._notify)
 
     def start(self) -> "PeerNode":
         self._server.start()
-        self._thread.start()
+        self._announcing.start()
         return self
+
+    def check(self) -> None:
+        """Raise what ended the server or the announcing, if anything did."""
+        self._server.check()
+        self._announcing.check()
 
     def close(self) -> None:
         self._abort.set()
-        with self._changed:
-            self._changed.notify_all()
-        self._thread.join()
+        self._announcing.stop()
         self._leave()
         self._server.stop()
 
@@ -156,16 +160,20 @@ class PeerNode:
         """A pull has failed: what came of it is let go, as far as it is not of the version that is held (these digests)."""
         self.holdings.keep(held)
 
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _announce(self) -> None:
         session = Session(self._access, self._abort)
         told: tuple[str, Peer] | None = None
         try:
-            while not self._abort.is_set():
+            while not self._announcing.stopping.is_set():
                 with self._changed:
-                    if self._settled is told:
+                    if self._settled is told and not self._announcing.stopping.is_set():
                         self._changed.wait(_ANNOUNCE_S)
                     told = self._settled
-                if told is not None and not self._abort.is_set():
+                if told is not None and not self._announcing.stopping.is_set():
                     try:
                         _tell(session, *told)
                     except WeightsError as error:

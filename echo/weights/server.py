@@ -9,7 +9,6 @@ Run it as `echo-weights serve run.yaml`; in a process that does more, `WeightSer
 import os
 import socket
 import ssl
-import threading
 from pathlib import Path as FilePath
 from typing import Annotated, NamedTuple
 
@@ -19,6 +18,7 @@ from fastapi import FastAPI, HTTPException, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, SecretStr
 
+from echo.background import Background
 from echo.errors import ConfigError, ManifestError, WeightsError
 from echo.metrics import WeightsMetrics
 from echo.weights.serving import Measured, Pace, Paced, Routes, StoredChunk, is_known
@@ -224,19 +224,24 @@ class WeightServer:
             ssl_keyfile=tls.key if tls is not None else None,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
+        self._serving = Background("weight-server", self._run)
 
     def start(self) -> "WeightServer":
-        self._thread.start()
+        self._serving.start()
         return self
+
+    def check(self) -> None:
+        """Raise what ended it, if anything but a stop did."""
+        self._serving.check()
 
     def request_stop(self) -> None:
         """Have it finish what runs and end. May be called from a signal handler."""
+        self._serving.stopping.set()
         self._server.should_exit = True
 
     def join(self) -> None:
-        """Wait until it has ended."""
-        self._thread.join()
+        """Wait until it has ended. `check` says of what."""
+        self._serving.join()
 
     def stop(self) -> None:
         self.request_stop()

@@ -63,10 +63,11 @@ class Swarm:
         self._log = (folder / "producer.log").open("wb+")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> int:
+    def start(self, **environment: str) -> int:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.produce_process", str(self.run_file), "--id", "p0"],
             cwd=ROOT,
+            env={**os.environ, **environment},
             stdout=self._log,
             stderr=self._log,
         )
@@ -200,6 +201,17 @@ def test_kill_9_leaves_no_scorer_behind(swarm: Swarm) -> None:
     os.kill(pid, signal.SIGKILL)
     assert swarm.exit_status() == -signal.SIGKILL
     eventually(lambda: not [child for child in scorers if is_alive(child)], "the scorers are gone")
+
+
+def test_a_heartbeat_thread_that_dies_ends_it_with_status_1_and_is_named(swarm: Swarm) -> None:
+    swarm.start(KILLED_THREAD="heartbeat")
+    swarm.announce()
+    assert swarm.exit_status() == 1, swarm.output()
+    lines = swarm.output().splitlines()
+    assert lines[-1] == (
+        "echo-produce: error: heartbeat died of an error in Echo itself (ZeroDivisionError: injected): see its traceback above"
+    )
+    assert "Traceback (most recent call last)" in swarm.output()
 
 
 def test_a_topic_that_is_missing_is_one_line_and_status_1(swarm: Swarm) -> None:

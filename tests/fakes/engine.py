@@ -177,3 +177,5 @@ class FakeWeights:
         manifest = Manifest(schema="2.0", run_id=run_id, version=version, step=version, created=0.0, tensors=())
         self.had.append(have.manifest.version if have is not None else None)
         return FakePulled({"w": HostTensor("w", "I32", (1,), data)}, manifest)
+
+    def check(self) -> None: ...

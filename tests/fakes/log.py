@@ -42,10 +42,17 @@ class FakeLog:
         self._holders: dict[str, int] = {}
         self.groups: dict[str, dict[Partition, int]] = {}
         """What was shown under consumer groups."""
+        self.broken: dict[str, BaseException] = {}
+        """Topics whose reading raises, and what: set by a test while readers are at work."""
 
     def create_topic(self, name: str, partitions: int = 1) -> None:
         with self.changed:
             self._topics.setdefault(name, [_Partition() for _ in range(partitions)])
+
+    def break_reading(self, topic: str, error: BaseException) -> None:
+        with self.changed:
+            self.broken[topic] = error
+            self.changed.notify_all()
 
     def delete_before(self, partition: Partition, offset: int) -> None:
         """As retention would: the partition starts at `offset` from now on."""
@@ -195,6 +202,9 @@ class FakeReader:
         deadline = time.monotonic() + timeout_s
         with self._log.changed:
             while True:
+                for topic, _ in self._positions:
+                    if topic in self._log.broken:
+                        raise self._log.broken[topic]
                 if self._failed is not None:
                     raise self._failed
                 before = len(self._ends)

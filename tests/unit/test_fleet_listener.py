@@ -1,15 +1,13 @@
-"""The thread that hears heartbeats: a message that can't be meant does not end it, and its end is heard of."""
+"""The thread that hears heartbeats: a message that can't be meant does not end it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import pytest
 from structlog.testing import capture_logs
 
 from consumers.fleet import Fleet
 from consumers.fleet_listener import FleetListener
 from echo import control
-from echo.errors import EchoError
 from tests.eventually import eventually
 from tests.fakes.log import FakeLog, FakeReader
 from tests.unit.test_fleet import beat
@@ -52,21 +50,3 @@ def test_a_heartbeat_with_an_absurd_number_is_skipped_and_the_next_is_heard() ->
         eventually(lambda: [one.incarnation for one in listener.alive()] == ["a.1", "b.1"], "both producers are alive")
         listener.check()
     assert [entry["event"] for entry in said] == ["heartbeat skipped"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_by_an_error_of_echo_is_heard_of() -> None:
-    """Else the trainer would say for ever that no producer is alive."""
-    broken = False
-
-    def clock() -> float:
-        return 1 / 0 if broken else 0.0
-
-    log = FakeLog()
-    with listening(log, clock) as listener:
-        listener.check()
-        broken = True
-        tell(log, control.encode(beat("a.1", 0)))
-        eventually(lambda: not listener._thread.is_alive(), "the thread has ended")
-        with pytest.raises(EchoError, match="hearing heartbeats ended by an error in Echo itself"):
-            listener.check()

@@ -13,7 +13,6 @@ from consumers.intake import DeadLetter, Intake
 from consumers.ledger import Ledger, Reason
 from consumers.reader import TrajectoryReader
 from echo import codec
-from echo.errors import EchoError
 from echo.log import LogReader, LogRecord
 from echo.trajectory import Trajectory, group_id, trajectory_id
 from tests.eventually import eventually
@@ -213,17 +212,3 @@ def test_a_groups_deadline_runs_while_it_is_read_and_not_while_the_process_is_he
     for _ in range(10):
         trajectories._turn()
     assert intake.stats().resolved == {Reason.DEADLINE: 1}
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ended_by_a_bug_is_told() -> None:
-    class Broken(FakeReader):
-        def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
-            raise ZeroDivisionError
-
-    log = FakeLog()
-    log.create_topic(TOPIC)
-    with reading(log, make_intake(), Broken(log)) as trajectories:
-        eventually(lambda: not trajectories._thread.is_alive(), "the thread ends")
-        with pytest.raises(EchoError, match="reading trajectories ended"):
-            trajectories.check()
