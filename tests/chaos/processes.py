@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
+
 from echo.process import PARENT_VARIABLE
 from tests.conftest import ROOT
 
@@ -72,6 +74,13 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         if self.poll() is None and self._process.pid is not None:
             os.kill(self._process.pid, number)
+
+    def resident_mib(self) -> float:
+        """Resident memory; 0 once it has ended."""
+        try:
+            return float(psutil.Process(self._process.pid).memory_info().rss / 2**20)
+        except psutil.NoSuchProcess:
+            return 0.0
 
     def kill(self) -> None:
         """kill -9; returns when it is gone."""

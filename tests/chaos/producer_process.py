@@ -9,11 +9,13 @@ survives a kill. `--die-at N`: with N - 1 records acknowledged, dies before the 
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import producers.cli
 from echo.kafka import KafkaLogProducer
 from echo.log import Delivery, Headers, OnDelivery
+from echo.weights.peers import PeerNode
 from producers import wiring
 from producers.engines.registry import ENGINES
 from producers.tasks.registry import TASKS
@@ -70,6 +72,8 @@ def main() -> None:
     NotingProducer.notes = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     NotingProducer.die_at = int(die_at or 0)
     wiring.KafkaLogProducer = NotingProducer  # type: ignore[misc]
+    # The model here is smaller than what peers are asked for.
+    wiring.PeerNode = partial(PeerNode, min_bytes=0)  # type: ignore[misc, assignment]
     ENGINES["fake"] = lambda run: FakeEngine(tokens=16)
     TASKS["count_on"] = lambda config: CountOn()
     producers.cli.main()

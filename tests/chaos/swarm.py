@@ -36,6 +36,7 @@ from echo.log import LogRecord
 from echo.run_file import save
 from tests.chaos.processes import Process, warm_up
 from tests.conftest import ROOT
+from tests.helpers import RUN_ID
 from tests.tiny import tiny_config
 
 T = TypeVar("T")
@@ -43,10 +44,16 @@ T = TypeVar("T")
 TRAINER, WEIGHTS = "trainer", "weights"
 GROUP, GROUPS_PER_STEP, STALENESS = 4, 4, 4
 DEAD_S = 2.0
+# Of the trajectories, instead of eight: more groups of different producers and versions behind one another in each.
+PARTITIONS = 2
+VOCABULARY = 128
+# Of one process. The libraries take most of it; a record that unpacks to much, and is read, some tens.
+PEAK_MIB = 1200.0
 
-_VOCABULARY = 128
 _LOOK_S = 0.02
+_MEASURE_EVERY_S = 0.5
 _READ_BACK_S = 60.0
+_DISK_FULL = "No space left on device"
 # After kill -9 a single node waits until its own former session has ended: 9 s by default.
 _APACHE_SETTINGS = {"broker.session.timeout.ms": "1500", "broker.heartbeat.interval.ms": "300"}
 
@@ -78,11 +85,11 @@ def open_broker(plan: BrokerPlan, folder: Path) -> Iterator[RunningBroker]:
 
 def save_model(folder: Path) -> str:
     """A tiny Qwen3 with random weights and a tokenizer of one token per ASCII character."""
-    tokenizer = Tokenizer(WordLevel({chr(code): code for code in range(_VOCABULARY)}, unk_token="?"))
+    tokenizer = Tokenizer(WordLevel({chr(code): code for code in range(VOCABULARY)}, unk_token="?"))
     tokenizer.pre_tokenizer = Split(Regex(""), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
-    config = tiny_config(vocab_size=_VOCABULARY, max_position_embeddings=128, tie_word_embeddings=True)
+    config = tiny_config(vocab_size=VOCABULARY, max_position_embeddings=128, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
@@ -90,7 +97,8 @@ def save_model(folder: Path) -> str:
 class Swarm:
     """The processes of one run. patience_s: the longest that any single wait may take, restarts and a busy machine included.
 
-    keys: of the run file, over what is usual here, by dotted name.
+    keys: of the run file, over what is usual here, by dotted name. small_disk: a folder on a file system of its own, which may
+    get full: checkpoints and weights lie there.
     """
 
     def __init__(
@@ -101,29 +109,34 @@ class Swarm:
         producers: int = 2,
         patience_s: float = 90.0,
         keys: Mapping[str, Any] | None = None,
+        small_disk: Path | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.broker = broker
         self.producers = tuple(f"p{number}" for number in range(producers))
         self._patience_s = patience_s
         self._folder = folder
+        self.small_disk = small_disk
+        self._metrics_ports = {role: free_port() for role in (TRAINER, *self.producers)}
+        self.peak_mib: dict[str, float] = {}
+        self._measured_at = 0.0
         self._lives: dict[str, int] = {}
+        self._overrides: dict[str, tuple[str, ...]] = {}
         self._alive: dict[str, Process] = {}
         self._processes: list[Process] = []
         self._to_die: set[Process] = set()
         self._trainer_since = 0.0
         self.events: list[str] = []
-        # Two partitions instead of eight: more groups of different producers and versions behind one another in each.
         self._topics = folder / "topics.yaml"
-        self._topics.write_text((ROOT / "topics.yaml").read_text().replace("partitions: 8", "partitions: 2"))
+        self._topics.write_text((ROOT / "topics.yaml").read_text().replace("partitions: 8", f"partitions: {PARTITIONS}"))
         self.run = self._make_run(keys or {})
         self.run_file = folder / "run.yaml"
         save(self.run, self.run_file)
         self.notes = folder / "acknowledged.jsonl"
         self.notes.touch()
         self.spec = topics.of_run(self.run)
-        self._admin = KafkaLogAdmin(self.run.broker.settings, client_id="chaos")
-        topics.apply(topics.plan(self.spec, topics.read_actual(self._admin, self.spec.names)), self._admin)
+        self.admin = KafkaLogAdmin(self.run.broker.settings, client_id="chaos")
+        topics.apply(topics.plan(self.spec, topics.read_actual(self.admin, self.spec.names)), self.admin)
         warm_up()
 
     def __enter__(self) -> Self:
@@ -143,19 +156,21 @@ class Swarm:
         """A new life of a role. die_at: as its `--die-at` takes it."""
         assert role not in self._alive, f"{role} runs"
         self._lives[role] = self._lives.get(role, 0) + 1
+        self._overrides[role] = overrides
         name = f"{role}-{self._lives[role]}"
         arguments = [] if die_at is None else ["--die-at", str(die_at)]
         if role in self.producers:
-            arguments += ["--notes", str(self.notes), str(self.run_file), "--id", role, *overrides]
+            port = f"metrics.produce_port={self._metrics_ports[role]}"
+            arguments += ["--notes", str(self.notes), str(self.run_file), port, *overrides, "--id", role]
             module = "producer_process"
         elif role == TRAINER:
-            arguments += [str(self.run_file), *overrides]
+            arguments += [str(self.run_file), f"metrics.train_port={self._metrics_ports[role]}", *overrides]
             module = "trainer_process"
             self._trainer_since = time.time()
         else:
             arguments += [str(self.run_file)]
             module = "weights_process"
-        self._say(f"start {name} {' '.join(overrides)} {'' if die_at is None else f'to die at {die_at}'}")
+        self.say(f"start {name} {' '.join(overrides)} {'' if die_at is None else f'to die at {die_at}'}")
         process = Process(name, f"tests.chaos.{module}", arguments, log_path=self._folder / f"{name}.log")
         self._alive[role] = process
         self._processes.append(process)
@@ -164,11 +179,11 @@ class Swarm:
 
     def kill(self, role: str) -> None:
         """kill -9."""
-        self._say(f"kill -9 {role}")
+        self.say(f"kill -9 {role}")
         self._alive.pop(role).kill()
 
     def send(self, role: str, number: signal.Signals) -> None:
-        self._say(f"{number.name} to {role}")
+        self.say(f"{number.name} to {role}")
         self._alive[role].send(number)
 
     def await_death(self, role: str) -> str:
@@ -179,16 +194,16 @@ class Swarm:
         told = [line for line in process.log_path.read_text(errors="replace").splitlines() if line.startswith("DIES ")]
         if process.poll() != -signal.SIGKILL or not told:
             raise ChaosError(self._with_logs(f"{role} was to kill itself, and ended with status {process.poll()}"))
-        self._say(f"{role} died {told[0]}")
+        self.say(f"{role} died {told[0]}")
         return told[0].removeprefix("DIES ")
 
     def restart_broker(self) -> None:
         """kill -9 of the single node, and a new start on its data."""
         assert isinstance(self.broker, ApacheBroker)
-        self._say("kill -9 the broker")
+        self.say("kill -9 the broker")
         self.broker.kill_node(1)
         self.broker.restart_node(1)
-        self._say("the broker is back")
+        self.say("the broker is back")
 
     def stop_trainer(self) -> None:
         """A planned stop: it must end with status 0."""
@@ -216,7 +231,7 @@ class Swarm:
             f"{', '.join(process.name for process in wanted)} end with status 0",
         )
         for role in roles:
-            self._say(f"{role} ended with status 0")
+            self.say(f"{role} ended with status 0")
             del self._alive[role]
 
     # Looking.
@@ -234,11 +249,37 @@ class Swarm:
             time.sleep(_LOOK_S)
 
     def look(self) -> None:
-        """Raise ChaosError where a process has ended that was not killed or meant to kill itself, other than well."""
+        """Raise ChaosError where a process has ended that was not killed or meant to kill itself, other than well.
+
+        One that the full disk ended is started again, as its supervisor would.
+        """
         self.broker.check()
-        for process in self._alive.values():
-            if process.poll() and process not in self._to_die:
+        self._measure()
+        for role, process in list(self._alive.items()):
+            if not process.poll() or process in self._to_die:
+                continue
+            if self.small_disk is None or process.poll() != 1 or _DISK_FULL not in process.tail(1):
                 raise ChaosError(self._with_logs(f"{process.name} ended with status {process.poll()}"))
+            self.say(f"{process.name} ended of the full disk")
+            del self._alive[role]
+            self.start(role, *self._overrides[role])
+
+    def _measure(self) -> None:
+        """Now and then: the largest resident memory of each role so far."""
+        if time.monotonic() - self._measured_at < _MEASURE_EVERY_S:
+            return
+        self._measured_at = time.monotonic()
+        for role, process in self._alive.items():
+            kind = "producers" if role in self.producers else role
+            self.peak_mib[kind] = max(self.peak_mib.get(kind, 0.0), process.resident_mib())
+
+    def grown(self) -> list[str]:
+        """The roles that took more memory than a run of this size may."""
+        return [f"{role} took {peak:.0f} MiB" for role, peak in self.peak_mib.items() if peak > PEAK_MIB]
+
+    def ports(self) -> list[int]:
+        """Every port on which a process of the run listens."""
+        return [self.run.weights.port, *self._metrics_ports.values()]
 
     def live_on(self, seconds: float) -> None:
         """Let the run go on for so long: how long it lives is the scenario, not a wait for something."""
@@ -270,13 +311,15 @@ class Swarm:
         """A topic from its beginning to its end."""
         reader = KafkaLogReader(self.run.broker.settings, client_id="chaos", max_record_bytes=self.run.limits.record_bytes)
         try:
-            partitions = self._admin.partitions(topic, 20.0)
+            partitions = self.admin.partitions(topic, 20.0)
             return list(report.read_topic(reader, topic, partitions, deadline_s=_READ_BACK_S))
         finally:
             reader.close()
 
-    def _say(self, event: str) -> None:
+    def say(self, event: str) -> None:
         self.events.append(f"{time.strftime('%H:%M:%S')} {event.strip()}")
+        with (self._folder / "events.log").open("a") as out:
+            out.write(self.events[-1] + "\n")
 
     def _with_logs(self, what: str) -> str:
         tails = [process.tail() for process in self._processes if process in self._alive.values()]
@@ -284,26 +327,34 @@ class Swarm:
 
     def _make_run(self, keys: Mapping[str, Any]) -> RunConfig:
         name = f"chaos-{secrets.token_hex(4)}"
+        disk = self.small_disk or self._folder
         values: dict[str, Any] = {
-            "run_id": name,
+            # Poison names it, too.
+            "run_id": RUN_ID,
             "max_staleness": STALENESS,
             "model": {"path": save_model(self._folder / "model")},
             "task": {"name": "count_on"},
-            "broker": {"settings": {"bootstrap.servers": self.broker.bootstrap_servers}},
+            "broker": {
+                "settings": {
+                    "bootstrap.servers": self.broker.bootstrap_servers,
+                    # New partitions are used within a life.
+                    "topic.metadata.refresh.interval.ms": 1000,
+                }
+            },
             "topics": {"file": str(self._topics), "prefix": f"{name}-"},
             "sampling": {"group_size": GROUP, "max_tokens": 16},
             "producer": {"engine": "fake", "groups_per_call": 2, "heartbeat_s": 0.3},
             "batch": {"groups_per_step": GROUPS_PER_STEP, "group_deadline_s": 2.0, "producer_dead_s": DEAD_S},
             "learner": {"steps": 1_000_000, "lr": 1e-3, "threads": 1},
-            "checkpoint": {"dir": str(self._folder / "checkpoints"), "every": 2},
+            "checkpoint": {"dir": str(disk / "checkpoints"), "every": 2},
             "weights": {
-                "dir": str(self._folder / "weights"),
+                "dir": str(disk / "weights"),
                 "serve": False,
-                "port": _free_port(),
+                "port": free_port(),
+                "peers": True,
                 "chunk_bytes": 8192,
                 "read_timeout_s": 5.0,
             },
-            "metrics": {"train_port": 0, "produce_port": 0},
             "limits": {"waiting_s": 5.0},
         }
         for key, value in keys.items():
@@ -312,7 +363,7 @@ class Swarm:
         return RunConfig.model_validate(values)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

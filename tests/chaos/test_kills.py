@@ -15,6 +15,7 @@ from echo import codec, control
 from echo.broker import ApacheBroker, RunningBroker
 from echo.control import Announcement, Progress
 from tests.chaos.audit import Verdict, audit
+from tests.chaos.small_disk import mounted
 from tests.chaos.storm import storm
 from tests.chaos.swarm import GROUP, TRAINER, WEIGHTS, Swarm, choose_broker, open_broker
 from tests.chaos.trainer_process import POINTS
@@ -146,7 +147,11 @@ def test_the_broker_is_killed_and_comes_back_with_its_data(broker: RunningBroker
     check(swarm)
 
 
-def test_twenty_random_kills(swarm: Swarm) -> None:
-    killed = storm(swarm, kills=20, seed=1)
-    assert sum(killed.values()) == 20
-    check(swarm)
+def test_twenty_random_kills_with_other_faults_between(broker: RunningBroker, tmp_path: Path) -> None:
+    """Hostile records, strangers' connections, bad peers, new partitions, a frozen broker, a full disk: see `Faults`."""
+    with mounted(tmp_path / "disk", print) as disk, Swarm(tmp_path / "run", broker, small_disk=disk) as swarm:
+        told = storm(swarm, kills=20, seed=1)
+        assert sum(told.killed.values()) == 20
+        assert sum(told.faults.values()) > 5
+        check(swarm)
+        assert swarm.grown() == []
