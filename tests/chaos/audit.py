@@ -14,7 +14,6 @@ from echo.errors import CheckpointError, RecordError
 from echo.log import LogRecord
 from tests.chaos.swarm import GROUP, GROUPS_PER_STEP, STALENESS, Swarm
 
-
 # Twice what is outstanding in a run that nothing happens to: no partition is left unread.
 _MOST_WAITING = 2 * (STALENESS + 1) * GROUPS_PER_STEP * GROUP
 
