@@ -67,7 +67,8 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     from prometheus_client import CollectorRegistry
 
     from consumers.launched import place
-    from echo.metrics import MetricsServer, TrainerMetrics
+    from echo.metrics import TrainerMetrics
+    from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, die_with_parent, end_with_asking_parent
 
     end_with_asking_parent()

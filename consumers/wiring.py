@@ -28,7 +28,7 @@ from consumers.requester import Requester
 from consumers.train import Trainer
 from echo import dead_letter
 from echo.config import RunConfig
-from echo.errors import CheckpointError, WeightsError
+from echo.errors import CheckpointError
 from echo.journal import Journal
 from echo.kafka import KafkaGroupOffsets, KafkaLogProducer, KafkaLogReader, TransactionalProducer
 from echo.log import LogGroupOffsets, LogProducer, LogReader, LogTransactions
@@ -37,7 +37,7 @@ from echo.preflight import check_cluster
 from echo.process import StopSignal
 from echo.staleness import total_window
 from echo.topic_spec import TopicNames
-from echo.weights.spawn import WeightServerProcess
+from echo.weights.spawn import KeptWeightServer
 from echo.weights.store import WeightStore
 
 log = structlog.get_logger("train")
@@ -229,20 +229,14 @@ def _refuse_other_cluster(loaded: Loaded, cluster_id: str) -> None:
 
 
 def _weight_server(run: RunConfig, opened: ExitStack) -> tuple[str, Callable[[], None]]:
-    """Where producers reach the weights, and a check that our own server, if it is ours, still lives."""
+    """Where producers reach the weights, and a check that the server, if it is ours, did not die too often."""
     if not run.weights.serve:
         return run.weights_url, lambda: None
     log_path = run.weights.dir.parent / f"{run.weights.dir.name}-server.log"
-    server = WeightServerProcess.start(run, log_path)
+    server = KeptWeightServer.start(run, log_path)
     opened.callback(server.stop)
     log.info("weight server ready", url=server.url, log=str(log_path))
-
-    def check() -> None:
-        status = server.poll()
-        if status is not None:
-            raise WeightsError(f"the weight server ended with status {status}: see {log_path}")
-
-    return run.weights.url or server.url, check
+    return server.url, server.check
 
 
 def _read_told(run: RunConfig, clients: Clients) -> Told:

@@ -7,8 +7,10 @@ JSON Schema: `python -m echo.config`.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from echo.addresses import check_host, http_url, is_wildcard
+from echo.errors import ConfigError
 from echo.trajectory import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 # Settings of librdkafka whose values are secret, by part of their name.
@@ -32,6 +34,7 @@ def _hide_secrets(value: Any) -> Any:
 
 Setting = bool | int | float | str | SecretStr
 ClientSettings = Annotated[dict[str, Setting], BeforeValidator(_hide_secrets)]
+Host = Annotated[str, AfterValidator(check_host)]
 Strict = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
@@ -241,7 +244,8 @@ class WeightsConfig(_Section):
     """What is published and sampled from."""
     serve: bool = True
     """echo-train starts `echo-weights serve` on the store; False where one is already running."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
+    """Where the weight server listens: a name or an address; 0.0.0.0 is every one of IPv4, `::` every one of both kinds."""
     port: int = Field(default=9103, ge=0, le=65535)
     """0 takes a free port."""
     url: str | None = None
@@ -270,16 +274,25 @@ class WeightsConfig(_Section):
     """Bound of the chunk bytes that the weight server sends, over all pullers together, and that each peer sends."""
     peers: bool = False
     """Producers serve the chunks that they hold to each other, so that the weight server sends each about once."""
-    peer_host: str = "127.0.0.1"
+    peer_host: Host = "127.0.0.1"
     """Where a producer listens for its peers."""
     peer_port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port."""
     peer_url: str | None = None
     """Where its peers reach this producer; None is http(s)://peer_host:port."""
 
+    def url_at(self, port: int) -> str:
+        """Where producers reach a weight server that listens on `host` and `port`. Raises ConfigError where they can't."""
+        if self.url is not None:
+            return self.url
+        if is_wildcard(self.host):
+            raise ConfigError(f"weights.host is {self.host!r}, which producers can't reach: set weights.url as well")
+        return http_url(self.host, port, is_tls=self.tls_cert is not None)
+
 
 class MetricsConfig(_Section):
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
+    """Where trainer and producers listen; of a wildcard, heartbeats and the log show the name of the machine instead."""
     train_port: int = Field(default=9101, ge=0, le=65535)
     produce_port: int = Field(default=9102, ge=0, le=65535)
     """0 takes a free port; the start-up line says which."""
@@ -343,8 +356,12 @@ class RunConfig(_Section):
 
     @property
     def weights_url(self) -> str:
-        scheme = "http" if self.weights.tls_cert is None else "https"
-        return self.weights.url or f"{scheme}://{self.weights.host}:{self.weights.port}"
+        """Where producers reach a weight server that the trainer does not start. Raises ConfigError where they can't."""
+        if self.weights.url is None and self.weights.port == 0:
+            raise ConfigError(
+                "weights.port is 0, any free port, and the weight server is another's: set its port, or weights.url"
+            )
+        return self.weights.url_at(self.weights.port)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import structlog
 import yaml
 
 from echo import journal, report, topics
+from echo.addresses import http_url, local_host
 from echo.broker import BrokerPlan, plan_broker, start_broker
 from echo.broker.process import free_ports
 from echo.config import RunConfig
@@ -30,7 +31,7 @@ from echo.model_path import check_model_path
 from echo.process import Child, StopSignal, stop_children
 from echo.run_file import resolve, save
 from echo.waiting import Watch
-from echo.weights.spawn import WeightServerProcess
+from echo.weights.spawn import KeptWeightServer
 
 log = structlog.get_logger("demo")
 
@@ -144,7 +145,7 @@ def run_demo(
             make = ["-m", "producers.tiny_policy", "--task-file", run_file, "--out", run.model.path, "--seed", str(seed)]
             maker = start("model", *make)
         spec = make_topics(run)
-        server = WeightServerProcess.start(run, logs / "weights.log")
+        server = KeptWeightServer.start(run, logs / "weights.log")
         opened.callback(server.stop)
         if maker is not None and not _wait(maker, stop):
             return Outcome(out)
@@ -160,8 +161,7 @@ def run_demo(
                 view.refresh()
                 draw(view)
                 _check(workers)
-                if server.poll() is not None:
-                    raise DemoError(f"the weight server ended with status {server.poll()}: see {logs / 'weights.log'}")
+                server.check()
                 stop.event.wait(_TICK_S)
             if stop.is_set():
                 return Outcome(out)
@@ -257,12 +257,12 @@ def _check(children: Sequence[Child]) -> None:
 
 @contextmanager
 def _view(run: RunConfig, ports: Sequence[int]) -> Iterator[View]:
-    host = run.metrics.host
+    host = local_host(run.metrics.host)
     view = View(
         journal_path=run.checkpoint.dir / journal.FILE_NAME,
         steps=run.learner.steps,
         staleness_bound=run.staleness_bound,
-        urls=[f"http://{host}:{port}/metrics" for port in (run.metrics.train_port, *ports)],
+        urls=[f"{http_url(host, port)}/metrics" for port in (run.metrics.train_port, *ports)],
     )
     try:
         yield view

@@ -4,13 +4,9 @@ Refuses sentinel values: a series that is not known yet does not exist. Names en
 Every series carries `run`. Staleness counts versions, lag counts records; they are never mixed.
 """
 
-import threading
 from collections.abc import Sequence
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-
-from echo.errors import ConfigError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32, 64)
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -164,27 +160,3 @@ class WeightsMetrics:
         )
         self.newest_version = Gauge("echo_weights_newest_version", "Newest version in the store", ("run",), registry=registry)
         self.stored_bytes = Gauge("echo_weights_stored_bytes", "Bytes of chunks in the store", registry=registry)
-
-
-class MetricsServer:
-    """Serves a registry at /metrics until closed. `port` is the real one, also where 0 was asked for.
-
-    key: where the run file names the port. Raises ConfigError naming it where nothing can listen there.
-    """
-
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int, key: str) -> None:
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise ConfigError(
-                f"{key}: {host}:{port} can't be listened on ({error.strerror or error}); 0 takes a free port"
-            ) from None
-        self.port = int(self._server.server_port)
-        self.url = f"http://{host}:{self.port}/metrics"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)

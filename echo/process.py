@@ -107,17 +107,24 @@ def end_with_asking_parent() -> None:
 
 class Child:
     """A child process in a session of its own, so that a Ctrl-C in the terminal reaches only the parent, which stops its
-    children in order. Its output goes to `log_path`.
+    children in order. Its output goes to `log_path`; append: behind what is there, that of an earlier life.
 
     Start it from a thread that lives as long as the process: the kernel counts the thread as the parent.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        append: bool = False,
     ) -> None:
         self.name = name
         self.log_path = log_path
-        with log_path.open("wb") as out:
+        with log_path.open("ab" if append else "wb") as out:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -136,8 +143,8 @@ class Child:
         """The exit status (negative: the signal that ended it); None while it runs."""
         return self._process.poll()
 
-    def wait(self, timeout_s: float) -> int | None:
-        """The exit status; None where it still runs after the timeout."""
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit status; None where it still runs after the timeout. Without one, it waits for as long as it takes."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -64,7 +64,8 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     import structlog
     from prometheus_client import CollectorRegistry
 
-    from echo.metrics import MetricsServer, ProducerMetrics
+    from echo.metrics import ProducerMetrics
+    from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, end_with_asking_parent
 
     end_with_asking_parent()

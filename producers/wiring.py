@@ -8,17 +8,17 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
+from echo.addresses import is_loopback, is_wildcard
 from echo.config import RunConfig, WeightsConfig
 from echo.errors import ConfigError
+from echo.http_server import Tls
 from echo.kafka import KafkaLogProducer, KafkaLogReader
 from echo.metrics import ProducerMetrics
 from echo.model_path import check_model_path, unloadable
 from echo.preflight import check_cluster
 from echo.weights.client import WeightClient
 from echo.weights.peers import PeerNode
-from echo.weights.server import Tls
 from echo.weights.transport import Access
-from echo.weights.urls import LOOPBACK, WILDCARDS
 from producers.collaborators import Collaborators, Stop, Tokenizer
 from producers.engines.registry import make_engine
 from producers.produce import ProduceLoop
@@ -93,11 +93,11 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop, metrics: Prod
 
 def _peer_node(weights: WeightsConfig, metrics: ProducerMetrics, access: Access) -> PeerNode:
     """What serves this producer's chunks to the others. Raises WeightsError, ConfigError."""
-    if access.token is None and weights.peer_host not in LOOPBACK:
+    if access.token is None and not is_loopback(weights.peer_host):
         raise ConfigError(
             f"weights.peer_host is {weights.peer_host!r} and there is no weights.token: set one, or use 127.0.0.1"
         )
-    if weights.peer_host in WILDCARDS and weights.peer_url is None:
+    if is_wildcard(weights.peer_host) and weights.peer_url is None:
         raise ConfigError(f"weights.peer_host is {weights.peer_host!r}, which peers can't reach: set weights.peer_url as well")
     tls = Tls(weights.tls_cert, weights.tls_key) if weights.tls_cert is not None and weights.tls_key is not None else None
     return PeerNode(

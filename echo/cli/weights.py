@@ -68,10 +68,12 @@ def serve(
     import structlog
     from prometheus_client import CollectorRegistry
 
+    from echo.addresses import is_loopback
     from echo.config import WeightsConfig
+    from echo.http_server import Tls, raise_descriptor_limit
     from echo.metrics import WeightsMetrics
-    from echo.weights.server import Tls, WeightServer, create_app
-    from echo.weights.urls import LOOPBACK, TOKEN_VARIABLE
+    from echo.weights.server import WeightServer, create_app
+    from echo.weights.urls import TOKEN_VARIABLE
 
     # A server may be there before the first version.
     run, opened = _open(store, must_exist=False)
@@ -79,7 +81,7 @@ def serve(
     host = host if host is not None else config.host
     port = port if port is not None else config.port
     token = _token(run)
-    if token is None and host not in LOOPBACK:
+    if token is None and not is_loopback(host):
         raise ConfigError(f"serving on {host!r} without a token: set weights.token or {TOKEN_VARIABLE}, or use 127.0.0.1")
     tls_cert, tls_key = tls_cert or config.tls_cert, tls_key or config.tls_key
     if (tls_cert is None) != (tls_key is None):
@@ -92,6 +94,8 @@ def serve(
         accel_redirect=accel_redirect or config.accel_redirect,
     )
     stop = StopSignal().install()
+    # This process does nothing else: pullers shall have what the system allows.
+    raise_descriptor_limit()
     tls = Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None
     server = WeightServer(app, host=host, port=port, tls=tls)
     stop.on_stop(server.request_stop)

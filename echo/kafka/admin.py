@@ -8,6 +8,7 @@ from typing import Any
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
+from echo.addresses import authority
 from echo.errors import BrokerError
 from echo.kafka.client import CONSUMER_ONLY, PRODUCER_ONLY, ClientErrors, Settings, build, client_settings, wrap_error
 from echo.log import Partition
@@ -28,7 +29,7 @@ class KafkaLogAdmin:
         return str(self.metadata(timeout_s).cluster_id)
 
     def nodes(self, timeout_s: float) -> dict[int, str]:
-        return {number: f"{node.host}:{node.port}" for number, node in self.metadata(timeout_s).brokers.items()}
+        return {number: authority(node.host, node.port) for number, node in self.metadata(timeout_s).brokers.items()}
 
     def partitions(self, topic: str, timeout_s: float) -> int:
         found = self.metadata(timeout_s).topics.get(topic)

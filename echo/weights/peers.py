@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from echo.background import Background
 from echo.errors import ManifestError, WeightsError
+from echo.http_server import Tls
 from echo.weights.manifest import HostTensor, Manifest, pieces
-from echo.weights.server import Tls, WeightServer
+from echo.weights.server import WeightServer
 from echo.weights.serving import Measured, Pace, Paced, Routes
 from echo.weights.sources import PeerView
 from echo.weights.tracker import Peer, Peers, decode_bitmap, encode_bitmap
@@ -64,10 +65,10 @@ def create_peer_app(
 ) -> FastAPI:
     """Chunks and health, as the origin serves them. sent: told of chunk bytes as they go out."""
     app = FastAPI(title="Echo weights, a peer", version="1", openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None)
+    Routes(app, access.token).chunks(lambda digest, _reading: holdings.get(digest), blocks=False)
     app.add_middleware(Measured, sent=sent)
     if max_egress_bytes_per_s is not None:
         app.add_middleware(Paced, pace=Pace(max_egress_bytes_per_s))
-    Routes(app, access.token).chunks(lambda digest, _reading: holdings.get(digest), blocks=False)
     return app
 
 

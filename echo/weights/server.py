@@ -7,29 +7,27 @@ Run it as `echo-weights serve run.yaml`; in a process that does more, `WeightSer
 """
 
 import os
-import socket
-import ssl
-from pathlib import Path as FilePath
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import structlog
-import uvicorn
 from fastapi import FastAPI, HTTPException, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, SecretStr
 
-from echo.background import Background
-from echo.errors import ConfigError, ManifestError, WeightsError
+from echo.addresses import authority, http_url
+from echo.errors import ManifestError, WeightsError
+from echo.http_guard import Limits
+from echo.http_server import HttpServer, Tls, check_tls, listen, reason
 from echo.metrics import WeightsMetrics
 from echo.weights.serving import Measured, Pace, Paced, Routes, StoredChunk, is_known
 from echo.weights.store import WeightStore
-from echo.weights.tracker import Peer, Peers, Tracker
+from echo.weights.tracker import BITMAP_CHARACTERS_MAX, Peer, Peers, Tracker
 from echo.weights.urls import RUN_ID_PATTERN, VERSION_MAX, manifest_url
 
 log = structlog.get_logger("weights.server")
 
-# How long a stopping server lets running responses finish.
-_DRAIN_S = 5
+# Every puller has about four. What it sends is small: the largest is what a peer tells of itself, two bitmaps.
+_LIMITS = Limits(connections=1024, body_bytes=2 * BITMAP_CHARACTERS_MAX + 64 * 2**10)
 
 RunId = Annotated[str, Path(pattern=RUN_ID_PATTERN, description="The run", examples=["gsm8k-7b"])]
 Version = Annotated[int, Path(ge=0, le=VERSION_MAX, description="Policy version")]
@@ -42,13 +40,6 @@ class Latest(BaseModel):
     version: int
     digest: str
     url: str
-
-
-class Tls(NamedTuple):
-    """PEM files: the certificate (with its chain) and its private key."""
-
-    certificate: FilePath
-    key: FilePath
 
 
 def create_app(
@@ -80,11 +71,12 @@ def create_app(
         metrics.requests.labels(route, str(status)).inc()
         metrics.request_seconds.labels(route).observe(seconds)
 
+    # First, and so inside of the others: what is refused is counted, too.
+    routes = Routes(app, token)
     app.add_middleware(Measured, sent=metrics.sent_bytes.inc, answered=answered)
     if max_egress_bytes_per_s is not None:
         # Outside of the other: bytes are counted once they have been let out.
         app.add_middleware(Paced, pace=Pace(max_egress_bytes_per_s))
-    routes = Routes(app, token)
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=Response)
     def metrics_page() -> Response:
@@ -169,24 +161,6 @@ def _read_manifest(store: WeightStore, run: str, version: int) -> tuple[bytes, s
         raise HTTPException(404, f"run {run!r} has no version {version} here") from None
 
 
-def _reason(error: OSError) -> str:
-    # Without what the socket module adds to it; a name that can't be resolved has no errno of the system.
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
-
-
-def check_tls(tls: Tls) -> None:
-    """Raises ConfigError, naming the settings, where the files can't be used."""
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key)
-    except ssl.SSLError:
-        reason = "not a PEM certificate and its key"
-    except OSError as error:
-        reason = _reason(error)
-    else:
-        return
-    raise ConfigError(f"weights.tls_cert {tls.certificate}, weights.tls_key {tls.key}: {reason}")
-
-
 class WeightServer:
     """Runs an application on a socket of its own, in a thread. `url` and `port` are the real ones, also for port 0.
 
@@ -198,57 +172,33 @@ class WeightServer:
 
         Raises ConfigError for `tls`.
         """
-        ipv6 = ":" in host
         if tls is not None:
             check_tls(tls)
         try:
-            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ipv6 else socket.AF_INET, backlog=1024)
+            listener = listen(host, port)
         except OSError as error:
             raise WeightsError(
-                f"{host}:{port}: {_reason(error)}: choose another {key}host or {key}port (0 takes a free port)"
+                f"{authority(host, port)}: {reason(error)}: choose another {key}host or {key}port (0 takes a free port)"
             ) from None
-        self.port: int = self._socket.getsockname()[1]
-        scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://[{host}]:{self.port}" if ipv6 else f"{scheme}://{host}:{self.port}"
-        config = uvicorn.Config(
-            app,
-            # Whatever else the process logs is its own business; errors still reach standard error.
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            lifespan="off",
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=_DRAIN_S,
-            ssl_certfile=tls.certificate if tls is not None else None,
-            ssl_keyfile=tls.key if tls is not None else None,
-        )
-        self._server = uvicorn.Server(config)
-        self._serving = Background("weight-server", self._run)
+        self._server = HttpServer(app, listener, name="weight-server", limits=_LIMITS, tls=tls)
+        self.port = self._server.port
+        self.url = http_url(host, self.port, is_tls=tls is not None)
 
     def start(self) -> "WeightServer":
-        self._serving.start()
+        self._server.start()
         return self
 
     def check(self) -> None:
-        """Raise what ended it, if anything but a stop did."""
-        self._serving.check()
+        """Raise what ended it, if it died over and over: a server that dies is started again first."""
+        self._server.check()
 
     def request_stop(self) -> None:
         """Have it finish what runs and end. May be called from a signal handler."""
-        self._serving.stopping.set()
-        self._server.should_exit = True
+        self._server.request_stop()
 
     def join(self) -> None:
         """Wait until it has ended. `check` says of what."""
-        self._serving.join()
+        self._server.join()
 
     def stop(self) -> None:
-        self.request_stop()
-        self.join()
-
-    def _run(self) -> None:
-        try:
-            self._server.run(sockets=[self._socket])
-        finally:
-            self._socket.close()
+        self._server.stop()

@@ -9,17 +9,19 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi import Path as PathParameter
-from fastapi.responses import FileResponse, PlainTextResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, SecretStr
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from echo.http_guard import TRUSTED
 from echo.weights.urls import DIGEST_PATTERN, READING_HEADER, READING_PATTERN, check_token
 
 PIECE_BYTES = 2**20
@@ -28,6 +30,7 @@ _YEAR_S = 365 * 86400
 _PACED_PIECE_S = 0.02
 _PACED_PIECE_BYTES_MIN = 4096
 _CHUNKS = "/v1/chunks/"
+_HEALTH = "/health"
 
 Digest = Annotated[str, PathParameter(pattern=DIGEST_PATTERN, description="blake3 of the chunk, 64 lower-case hex digits")]
 Reading = Annotated[
@@ -200,6 +203,32 @@ class Measured:
             self._answered(getattr(scope.get("route"), "path", "unknown"), status, time.monotonic() - begun)
 
 
+class Bearer:
+    """Asks every request but those for /health for the token, before its path is looked up and its body is read."""
+
+    def __init__(self, app: ASGIApp, token: SecretStr) -> None:
+        self._app = app
+        self._expected = token.get_secret_value().encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _HEALTH:
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._expected):
+                refusal = JSONResponse(
+                    {"detail": "the bearer token is missing or wrong"},
+                    status_code=401,
+                    headers={"WWW-Authenticate": 'Bearer realm="echo-weights"'},
+                )
+                return await refusal(scope, receive, send)
+            scope.get("extensions", {}).get(TRUSTED, _nobody)()
+        await self._app(scope, receive, send)
+        return None
+
+
+def _nobody() -> None:
+    """Behind another server than ours nobody asks which connections have shown the token."""
+
+
 class Routes:
     """Registers routes of an application, all but /health behind the token where one is set.
 
@@ -212,10 +241,15 @@ class Routes:
         self._refusals: dict[int | str, dict[str, Any]] = {}
         self._cache = "public" if token is None else "private"
         if token is not None:
-            self._options = {"dependencies": [Depends(_bearer(token))]}
+            # Now, and not when the application is first asked.
+            check_token(token)
+            app.add_middleware(Bearer, token=token)
+            # It checks nothing: the schema shall say what the middleware asks for.
+            documented = HTTPBearer(auto_error=False, description="weights.token of the run file")
+            self._options = {"dependencies": [Depends(documented)]}
             self._refusals = {401: {"description": "No or a wrong token"}}
 
-        @app.get("/health", summary="Whether the server answers; open to everybody")
+        @app.get(_HEALTH, summary="Whether the server answers; open to everybody")
         async def health() -> Health:
             return Health()
 
@@ -291,18 +325,3 @@ def is_known(request: Request, digest: str) -> bool:
     """Whether If-None-Match names the digest."""
     tags = (tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(","))
     return any(tag in (f'"{digest}"', "*") for tag in tags)
-
-
-def _bearer(token: SecretStr) -> Callable[..., Awaitable[None]]:
-    check_token(token)
-    expected = token.get_secret_value().encode()
-    scheme = HTTPBearer(auto_error=False, description="weights.token of the run file")
-
-    async def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
-        given = credentials.credentials.encode() if credentials is not None else b""
-        if not hmac.compare_digest(given, expected):
-            raise HTTPException(
-                401, "the bearer token is missing or wrong", {"WWW-Authenticate": 'Bearer realm="echo-weights"'}
-            )
-
-    return check

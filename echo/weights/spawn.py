@@ -1,7 +1,8 @@
 """Starts the weight server as a child process: what echo-train does unless `weights.serve` is false.
 
 The child ends with its parent, however that ends. The token travels in its environment, the port that it really has comes
-back through a pipe. Refuses to return before the server answers.
+back through a pipe. A `KeptWeightServer` is started again when it dies, on the same port. Refuses to return before the server
+answers.
 """
 
 import http.client
@@ -14,10 +15,13 @@ from pathlib import Path
 
 import structlog
 
+from echo.addresses import authority, local_host
+from echo.background import Background
 from echo.config import RunConfig
-from echo.errors import ConfigError, WeightsError
+from echo.errors import WeightsError
 from echo.process import Child, stop_children
-from echo.weights.urls import TOKEN_VARIABLE, WILDCARDS, check_token
+from echo.restarts import Restarts
+from echo.weights.urls import TOKEN_VARIABLE, check_token
 
 log = structlog.get_logger("weights.spawn")
 
@@ -31,8 +35,8 @@ class WeightServerProcess:
         self.port = port
 
     @classmethod
-    def start(cls, run: RunConfig, log_path: Path, *, deadline_s: float = 30.0) -> "WeightServerProcess":
-        """Serve the run's store, and return when /health answers.
+    def start(cls, run: RunConfig, log_path: Path, *, deadline_s: float = 30.0, append: bool = False) -> "WeightServerProcess":
+        """Serve the run's store, and return when /health answers. append: to the log of an earlier life.
 
         Call it from a thread that lives as long as the process: the kernel ends the child with the thread that started it.
         Raises ConfigError; WeightsError where its log can't be written, and with the end of that log where it does not come
@@ -40,12 +44,12 @@ class WeightServerProcess:
         """
         weights = run.weights
         check_token(weights.token)
-        if weights.host in WILDCARDS and weights.url is None:
-            raise ConfigError(f"weights.host is {weights.host!r}, which producers can't reach: set weights.url as well")
+        # That producers can reach it at all.
+        weights.url_at(weights.port)
         deadline = time.monotonic() + deadline_s
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            log_path.write_bytes(b"")
+            log_path.open("ab" if append else "wb").close()
         except OSError as error:
             raise WeightsError(
                 f"the weight server's log {log_path} can't be written: {error.strerror}. It lies beside weights.dir, which is "
@@ -54,7 +58,7 @@ class WeightServerProcess:
         receiving, sending = os.pipe()
         try:
             try:
-                child = _start(run, log_path, sending)
+                child = _start(run, log_path, sending, append=append)
             finally:
                 os.close(sending)
             port = _read_port(receiving, deadline)
@@ -66,12 +70,11 @@ class WeightServerProcess:
             status = child.wait(1.0)
             child.kill()
             raise WeightsError(
-                f"the weight server on {weights.host}:{weights.port} "
+                f"the weight server on {authority(weights.host, weights.port)} "
                 + (f"did not answer within {deadline_s:g} s" if status is None else f"ended with status {status}")
                 + f". Its log {log_path} ends with:\n{child.log_tail()}"
             )
-        host = f"[{weights.host}]" if ":" in weights.host else weights.host
-        server = cls(child, weights.url or f"{'https' if is_tls else 'http'}://{host}:{port}", port)
+        server = cls(child, weights.url_at(port), port)
         log.info("weight server started", url=server.url, port=port, store=str(weights.dir), pid=child.pid)
         return server
 
@@ -82,6 +85,10 @@ class WeightServerProcess:
     def poll(self) -> int | None:
         """The exit status (negative: the signal that ended it); None while it runs."""
         return self._child.poll()
+
+    def wait(self) -> int | None:
+        """Wait until it has ended. Returns the exit status."""
+        return self._child.wait()
 
     def stop(self, timeout_s: float = 10.0) -> int | None:
         """Let running transfers finish for a few seconds, then end it. Returns the exit status, 0 for a planned stop."""
@@ -100,7 +107,71 @@ class WeightServerProcess:
         self.stop()
 
 
-def _start(run: RunConfig, log_path: Path, ready: int) -> Child:
+class KeptWeightServer:
+    """A weight server process that is started again when it dies, on the port that it had: what was announced stays valid.
+
+    url, port: as of `WeightServerProcess`.
+    """
+
+    def __init__(self, server: WeightServerProcess, run: RunConfig, log_path: Path, restarts: Restarts) -> None:
+        self.url = server.url
+        self.port = server.port
+        self._server = server
+        self._run = run.model_copy(update={"weights": run.weights.model_copy(update={"port": server.port})})
+        self._log_path = log_path
+        self._restarts = restarts
+        # A server that it starts ends with its thread, too; it ends last.
+        self._keeping = Background("weight-server-keeper", self._keep)
+
+    @classmethod
+    def start(cls, run: RunConfig, log_path: Path, *, restarts: Restarts | None = None) -> "KeptWeightServer":
+        """As `WeightServerProcess.start`: the first start must succeed."""
+        kept = cls(WeightServerProcess.start(run, log_path), run, log_path, restarts or Restarts())
+        kept._keeping.start()
+        return kept
+
+    @property
+    def pid(self) -> int:
+        """Of the process that is there now, or was last."""
+        return self._server.pid
+
+    def check(self) -> None:
+        """Raise WeightsError where it died too often to be started again."""
+        self._keeping.check()
+
+    def stop(self) -> None:
+        """End it as `WeightServerProcess.stop` does."""
+        self._keeping.stopping.set()
+        self._server.stop()
+        # It may be starting another one this very moment, which it then stops.
+        self._keeping.stop()
+
+    def _keep(self) -> None:
+        stopping = self._keeping.stopping
+        while True:
+            status = self._server.wait()
+            if stopping.is_set():
+                return
+            pause_s = self._restarts.died()
+            if pause_s is None:
+                raise WeightsError(
+                    f"the weight server died more than {self._restarts.limit} times within {self._restarts.within_s:g} s, last "
+                    f"with status {status}: see {self._log_path}"
+                )
+            log.error("the weight server died and is started again", status=status, port=self.port, log=str(self._log_path))
+            if stopping.wait(pause_s):
+                return
+            try:
+                self._server = WeightServerProcess.start(self._run, self._log_path, append=True)
+            except WeightsError as error:
+                # Counts as a death: the process that is waited for above is still the one before.
+                log.error("the weight server could not be started again", error=str(error))
+            if stopping.is_set():
+                self._server.stop()
+                return
+
+
+def _start(run: RunConfig, log_path: Path, ready: int, *, append: bool) -> Child:
     weights = run.weights
     command = [sys.executable, "-m", "echo.cli.weights", "serve", str(weights.dir)]
     command += ["--host", weights.host, "--port", str(weights.port), "--ready-fd", str(ready)]
@@ -114,7 +185,7 @@ def _start(run: RunConfig, log_path: Path, ready: int) -> Child:
     environment.pop(TOKEN_VARIABLE, None)
     if weights.token is not None:
         environment[TOKEN_VARIABLE] = weights.token.get_secret_value()
-    return Child("weights", command, log_path=log_path, env=environment, pass_fds=(ready,))
+    return Child("weights", command, log_path=log_path, env=environment, pass_fds=(ready,), append=append)
 
 
 def _read_port(receiving: int, deadline: float) -> int | None:
@@ -131,7 +202,7 @@ def _read_port(receiving: int, deadline: float) -> int | None:
 
 def _is_healthy(host: str, port: int, deadline: float, *, is_tls: bool) -> bool:
     # The socket listens: a server that comes up answers the first request, only later.
-    local = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    local = local_host(host)
     timeout_s = max(deadline - time.monotonic(), 0.1)
     connection = http.client.HTTPConnection(local, port, timeout=timeout_s)
     if is_tls:

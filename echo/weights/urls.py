@@ -16,9 +16,6 @@ VERSION_MAX = 2**63 - 1
 # Sent with every chunk request: the version that is being pulled, so that the store keeps it until the pull is over.
 READING_HEADER = "Echo-Reading"
 READING_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63}/[0-9]{1,19})?$"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# Addresses to listen on, which nobody can reach.
-WILDCARDS = ("0.0.0.0", "::", "")
 # The environment variable that hands the token to a process; never an argument, which `ps` would show.
 TOKEN_VARIABLE = "ECHO_WEIGHTS_TOKEN"
 

@@ -66,7 +66,7 @@ def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
 def test_an_occupied_metrics_port_names_its_key(run_file: Path) -> None:
     from prometheus_client import CollectorRegistry
 
-    from echo.metrics import MetricsServer
+    from echo.metrics_server import MetricsServer
 
     other = MetricsServer(CollectorRegistry(), host="127.0.0.1", port=0, key="test")
     try:

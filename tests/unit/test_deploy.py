@@ -284,7 +284,7 @@ def test_the_entrypoint_leaves_other_commands_alone(tmp_path: Path) -> None:
 def test_the_health_check_tells_an_answer_from_none(tmp_path: Path) -> None:
     from prometheus_client import CollectorRegistry
 
-    from echo.metrics import MetricsServer
+    from echo.metrics_server import MetricsServer
 
     def ask(port: int) -> int:
         check = [sys.executable, str(DEPLOY / "healthcheck.py"), f"{port}/metrics"]

@@ -220,7 +220,8 @@ def test_only_the_token_opens(store: WeightStore, published: Published, chunk: s
     """Without the right token every route but /health answers 401 and says how; whether a thing exists stays hidden."""
     with serving(store, TOKEN) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
-        paths = ["/metrics", "/v1/runs/run/latest", "/v1/runs/run/manifests/0", f"/v1/chunks/{chunk}", "/v1/chunks/malformed"]
+        paths = ["/metrics", "/v1/openapi.json", "/v1/runs/run/latest", "/v1/runs/run/manifests/0"]
+        paths += [f"/v1/chunks/{chunk}", "/v1/chunks/malformed"]
         wrong = ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer \xe9"]
         for path in paths:
             for header in wrong:
@@ -229,6 +230,7 @@ def test_only_the_token_opens(store: WeightStore, published: Published, chunk: s
                 assert TOKEN not in answer.text
             right = httpx.get(server.url + path, headers={"Authorization": f"Bearer {TOKEN}"})
             assert right.status_code == (200 if path != "/v1/chunks/malformed" else 422)
+        assert httpx.get(f"{server.url}/no/such/path").status_code == 401, "which paths there are stays hidden, too"
         answer = httpx.get(f"{server.url}/v1/chunks/{chunk}", headers={"Authorization": f"Bearer {TOKEN}"})
         assert answer.headers["cache-control"].startswith("private,"), "a shared cache would serve it without the token"
 
@@ -256,7 +258,7 @@ def test_metrics_count_requests_bytes_and_versions(store: WeightStore, url: str,
 def test_openapi_describes_the_server(store: WeightStore) -> None:
     """Paths, patterns, statuses and the bearer scheme are there; operation ids are unique."""
     with serving(store, TOKEN) as server:
-        schema = httpx.get(f"{server.url}/v1/openapi.json").json()
+        schema = httpx.get(f"{server.url}/v1/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}).json()
     assert set(schema["paths"]) == {
         "/health",
         "/metrics",

@@ -16,10 +16,11 @@ from pydantic import SecretStr
 
 from echo.config import ModelConfig, RunConfig, WeightsConfig
 from echo.errors import ConfigError, ManifestError
+from echo.http_server import Tls
 from echo.metrics import WeightsMetrics
 from echo.weights.client import WeightClient
 from echo.weights.manifest import HostTensor
-from echo.weights.server import Tls, WeightServer, create_app
+from echo.weights.server import WeightServer, create_app
 from echo.weights.serving import Pace, Paced, parse_range
 from echo.weights.spawn import WeightServerProcess
 from echo.weights.store import Published, WeightStore

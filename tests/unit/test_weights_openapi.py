@@ -29,7 +29,7 @@ def schema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     app = create_app(store, token=SecretStr(TOKEN), metrics=WeightsMetrics(CollectorRegistry()))
     server = WeightServer(app, host="127.0.0.1", port=0).start()
     try:
-        yield schemathesis.openapi.from_url(f"{server.url}/v1/openapi.json")
+        yield schemathesis.openapi.from_url(f"{server.url}/v1/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"})
     finally:
         server.stop()
 
