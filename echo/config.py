@@ -358,9 +358,7 @@ class RunConfig(_Section):
     def weights_url(self) -> str:
         """Where producers reach a weight server that the trainer does not start. Raises ConfigError where they can't."""
         if self.weights.url is None and self.weights.port == 0:
-            raise ConfigError(
-                "weights.port is 0, any free port, and the weight server is another's: set its port, or weights.url"
-            )
+            raise ConfigError("weights.port is 0: set the port of the weight server, or weights.url")
         return self.weights.url_at(self.weights.port)
 
 

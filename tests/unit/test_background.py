@@ -209,7 +209,6 @@ def test_a_stop_ends_the_target_and_is_no_death() -> None:
 
 
 def test_no_thread_is_started_in_another_way() -> None:
-    """prometheus_client starts the metrics server's own thread."""
     sources = [path for room in ("echo", "producers", "consumers") for path in (ROOT / room).rglob("*.py")]
     pattern = re.compile(r"\bThread\(|start_new_thread|\bTimer\(")
     starting = [str(path.relative_to(ROOT)) for path in sources if pattern.search(path.read_text())]
