@@ -199,7 +199,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         visit, limits = self.visit, self.guard.limits
         if visit.stage is Stage.ANSWER:
-            # Nobody of ours pipelines, and a stranger could have any number of answers made.
+            # No client of Echo's pipelines, and a stranger could have any number of answers made.
             self.transport.abort()
             return
         if visit.stage is Stage.IDLE:

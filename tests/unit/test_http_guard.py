@@ -1,5 +1,6 @@
 """The guard of listening ports: which connection is closed when, and over real sockets what a connection may do."""
 
+import resource
 import socket
 import ssl
 import time
@@ -16,7 +17,7 @@ from structlog.testing import capture_logs
 
 from echo.errors import BackgroundError
 from echo.http_guard import TRUSTED, Guard, Limits, Stage, Visit
-from echo.http_server import HttpServer, Tls, connections_allowed, listen
+from echo.http_server import HttpServer, Tls, connections_allowed, listen, raise_descriptor_limit
 from echo.restarts import Restarts
 from tests.eventually import eventually
 
@@ -367,6 +368,34 @@ def test_a_process_that_stood_still_closes_nobody_for_it() -> None:
         one.sendall(HELLO)
         assert b"200 OK" in answer(one)
     assert closed(guard, visit) == [False]
+
+
+def test_a_process_without_a_free_descriptor_serves_again_once_it_has_one() -> None:
+    """Meanwhile it neither spins nor ends: the connection waits in the queue of the port."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with capture_logs() as said, serving() as server, socket.socket() as one:
+        eventually(lambda: server._server and server._server.started, "it runs")
+        one.settimeout(20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            one.connect(("127.0.0.1", server.port))
+            one.sendall(HELLO)
+            eventually(lambda: len(said) >= 2, "it says so")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert b"200 OK" in answer(one)
+        assert {entry["error"] for entry in said} == {"Too many open files"}
+        assert len(said) < 20
+
+
+def test_a_weight_server_takes_the_descriptors_that_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 8192), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # Deaths
