@@ -214,6 +214,17 @@ def test_a_heartbeat_thread_that_dies_ends_it_with_status_1_and_is_named(swarm: 
     assert "Traceback (most recent call last)" in swarm.output()
 
 
+def test_a_task_that_gives_nothing_usable_is_one_line_and_status_1(swarm: Swarm) -> None:
+    swarm.start(BROKEN_TASK="1")
+    assert swarm.exit_status() == 1
+    assert "Traceback" not in swarm.output()
+    last = swarm.output().splitlines()[-1]
+    assert last.startswith(
+        "echo-produce: error: prompts ended: task count: 10 prompts in a row can't be used, the last of them is"
+    )
+    assert last.endswith("FileNotFoundError: [Errno 2] No such file or directory: 'shard-9.jsonl'")
+
+
 def test_a_topic_that_is_missing_is_one_line_and_status_1(swarm: Swarm) -> None:
     other = swarm.run.model_copy(update={"topics": swarm.run.topics.model_copy(update={"prefix": "nowhere-"})})
     save(other, swarm.run_file)
