@@ -23,7 +23,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,8 +111,10 @@ class CheckpointStore:
                     raise CheckpointError(f"stopped while waiting for {self.dir}: {_held_by(descriptor)}")
                 watch.check()
                 time.sleep(_LOOK_S)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            with suppress(OSError):
+                # For people alone: on a full disk the lock holds all the same.
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             yield
         finally:
             os.close(descriptor)
@@ -141,7 +143,10 @@ class CheckpointStore:
             self._prune()
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {target}: can't be written: {error}; the ones before it still stand") from error
+            raise CheckpointError(
+                f"checkpoint {target}: can't be written: {error}; the ones before it still stand: free space on its disk, or "
+                "set checkpoint.dir to a copy of it on another one, and start again"
+            ) from error
         return target
 
     def newest(self) -> Loaded | None:

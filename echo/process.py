@@ -17,17 +17,34 @@ from typing import TextIO, cast
 
 import structlog
 
+from echo.errors import ConfigError
+
 _PR_SET_PDEATHSIG = 1
 
 
 class _CurrentStandardError:
-    """Standard error as it is when a line is written: it may have been replaced since logging was configured."""
+    """Standard error as it is when a line is written: it may have been replaced since logging was configured.
+
+    A line that can't be written (it goes to a file on a full disk) ends nothing; the next that can be says how many were lost.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        note = f"{self._lost} log lines could not be written here\n" if self._lost else ""
+        try:
+            sys.stderr.write(note + text)
+            sys.stderr.flush()
+        except OSError:
+            # A line comes in two parts, its text and its end.
+            self._lost += text.count("\n")
+        else:
+            self._lost = 0
+        return len(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        """`write` has done it."""
 
 
 def configure_logging(*, json: bool = False, level: str = "info") -> None:
@@ -107,7 +124,7 @@ def end_with_asking_parent() -> None:
 
 class Child:
     """A child process in a session of its own, so that a Ctrl-C in the terminal reaches only the parent, which stops its
-    children in order. Its output goes to `log_path`.
+    children in order. Its output goes to `log_path`. Raises ConfigError if that can't be written.
 
     Start it from a thread that lives as long as the process: the kernel counts the thread as the parent.
     """
@@ -117,7 +134,13 @@ class Child:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        with log_path.open("wb") as out:
+        try:
+            out = log_path.open("wb")
+        except OSError as error:
+            raise ConfigError(
+                f"the log of {name}, {log_path}, can't be written: {error.strerror}: free space there, or choose another folder"
+            ) from None
+        with out:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
