@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from echo.errors import CheckpointError
+from echo.errors import CheckpointError, StoppedError
 from echo.waiting import Watch
 
 log = structlog.get_logger("checkpoint")
@@ -96,7 +96,7 @@ class CheckpointStore:
     def held(self, *, stopping: Callable[[], bool], waiting_s: float) -> Iterator[None]:
         """Have the folder to ourselves. Waits for whom we have taken over from, and says so.
 
-        Raises CheckpointError where the folder can't be made, or a stop is asked for meanwhile.
+        Raises CheckpointError where the folder can't be made, StoppedError if a stop is asked for meanwhile.
         """
         lock = self.dir / LOCK
         try:
@@ -108,7 +108,7 @@ class CheckpointStore:
             watch = Watch(f"{self.dir} to be free", lambda: _held_by(descriptor), limit_s=waiting_s)
             while not _locked(descriptor):
                 if stopping():
-                    raise CheckpointError(f"stopped while waiting for {self.dir}: {_held_by(descriptor)}")
+                    raise StoppedError(f"stopped while waiting for {self.dir}: {_held_by(descriptor)}")
                 watch.check()
                 time.sleep(_LOOK_S)
             with suppress(OSError):

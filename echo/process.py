@@ -1,23 +1,19 @@
-"""What every Echo process does the same way: log lines, stop signals, and children that end with their parent.
-
-Refuses to decide what a stop means for a loop: it sets an event, the loop drains.
-"""
+"""What every Echo process does the same way: log lines, stop signals (`stopping`), and children that end with their parent."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TextIO, cast
 
 import structlog
 
 from echo.errors import ConfigError
+from echo.stopping import StopSignal as StopSignal
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,36 +62,6 @@ def configure_logging(*, json: bool = False, level: str = "info") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(levels[level]),
         logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _CurrentStandardError())),
     )
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask for a planned stop; a second one stops the process at once with status 130 or 143."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._callbacks: list[Callable[[], None]] = []
-
-    def install(self) -> "StopSignal":
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
-        return self
-
-    def on_stop(self, callback: Callable[[], None]) -> None:
-        """Also call this, from the signal handler, when a stop is asked for."""
-        self._callbacks.append(callback)
-
-    def request(self) -> None:
-        self.event.set()
-
-    def is_set(self) -> bool:
-        return self.event.is_set()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
-            os._exit(128 + number)
-        self.event.set()
-        for callback in self._callbacks:
-            callback()
 
 
 def die_with_parent(parent: int) -> None:

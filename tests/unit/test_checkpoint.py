@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from consumers import checkpoint
 from consumers.checkpoint import META, TENSORS, CheckpointStore
-from echo.errors import CheckpointError
+from echo.errors import CheckpointError, StoppedError
 from tests.helpers import full_disk
 
 READER = {"frontier": {"0": 12, "1": 7}, "resolved": {"0": [[14, 16], [20, 21]]}}
@@ -154,7 +154,7 @@ def test_a_folder_is_held_by_one_trainer_at_a_time(tmp_path):
 def test_a_stop_ends_the_wait_for_a_folder(tmp_path):
     store = CheckpointStore(tmp_path, "run-1", keep=2)
     with store.held(stopping=lambda: False, waiting_s=30):
-        with pytest.raises(CheckpointError, match=rf"stopped while waiting.*process {os.getpid()}"):
+        with pytest.raises(StoppedError, match=rf"stopped while waiting.*process {os.getpid()}"):
             with store.held(stopping=lambda: True, waiting_s=30):
                 raise AssertionError("it was held twice")
 
