@@ -75,7 +75,8 @@ class Swarm:
 
     def announce(self, grants: dict[str, Grant] | None = None) -> None:
         data = memoryview(os.urandom(20_000))
-        self._publisher.publish(step=0, tensors=[HostTensor("w", "U8", (20_000,), data)], grants=lambda _: grants or {})
+        stored = self._publisher.store(step=0, tensors=[HostTensor("w", "U8", (20_000,), data)])
+        self._publisher.announce(stored, grants=lambda _: grants or {})
 
     def end(self) -> None:
         self._publisher.end(step=1, reason="all steps done")
