@@ -18,9 +18,10 @@ from typing import TypeVar
 import structlog
 
 from echo import trajectory
+from echo.agreement import agreement
 from echo.config import RunConfig
 from echo.control import Heartbeat, Request
-from echo.errors import BackgroundError, BrokerError, EchoError, EngineError, TaskError
+from echo.errors import AgreementError, BackgroundError, BrokerError, EchoError, EngineError, TaskError
 from echo.metrics import ProducerMetrics
 from echo.sequential import mix_seed
 from echo.waiting import Watch
@@ -95,6 +96,7 @@ class ProduceLoop:
         self._busy_seconds = 0.0
         changed = threading.Condition()
         limits = run.limits
+        self._agreement = agreement(run, collaborators.model)
         self._listener = PolicyListener(
             collaborators.open_reader,
             collaborators.topics.control,
@@ -102,6 +104,7 @@ class ProduceLoop:
             incarnation=self.incarnation,
             changed=changed,
             waiting_s=limits.waiting_s,
+            agreement=self._agreement,
         )
         self._puller = PolicyPuller(
             self._listener,
@@ -221,6 +224,7 @@ class ProduceLoop:
                 before = self._heard()
                 if self._told_to_end(before[0]) is not None:
                     return None
+                self._check_agreement(before[0])
                 found = look()
                 if found is not None:
                     return found
@@ -239,6 +243,17 @@ class ProduceLoop:
         self._with.weights.check()
         if self._requests is not None:
             self._requests.check()
+
+    def _check_agreement(self, state: ControlState) -> None:
+        """Raise AgreementError if the living trainer has otherwise what must be alike.
+
+        An older message may be of a trainer that was started again since, with another run file: its next one decides.
+        """
+        if state.disagreement and state.is_live:
+            raise AgreementError(
+                f"the trainer of run {self._run.run_id} and this producer don't agree ({state.disagreement}): give both the "
+                "same run file and model, and start this producer again"
+            )
 
     def _heard(self) -> tuple[ControlState, tuple[Request, ...], bool, int]:
         held = self._requests.held if self._requests is not None else ()
@@ -269,7 +284,12 @@ class ProduceLoop:
         self._metrics.window.set(groups)
         self._metrics.outstanding.set(groups)
         request = held[0] if held else None
-        known = request is not None and announced is not None and request.version == announced.version
+        known = (
+            not self._listener.state.disagreement
+            and request is not None
+            and announced is not None
+            and request.version == announced.version
+        )
         if request is not None and request is not self._asked:
             # They are made while the policy is pulled.
             self._asked = request
@@ -288,7 +308,7 @@ class ProduceLoop:
         self._window.granted(state.grant, state.sequence)
         self._metrics.window.set(self._window.grant.window)
         self._metrics.outstanding.set(self._window.outstanding)
-        if state.announcement is None:
+        if state.announcement is None or state.disagreement:
             return 0
         self._metrics.announced_version.set(state.announcement.version)
         return self._window.room(state.announcement.version, self._engine.policy_version)
@@ -297,6 +317,8 @@ class ProduceLoop:
         state = self._listener.state
         if state.announcement is None:
             return self._explain_silence()
+        if state.disagreement:
+            return self._explain_disagreement(state)
         if self.state == "waiting for the task's prompts":
             return self._prompts.describe()
         text = (
@@ -309,6 +331,8 @@ class ProduceLoop:
         announced, held = self._listener.state.announcement, self._requests.held if self._requests is not None else ()
         if announced is None:
             return self._explain_silence()
+        if self._listener.state.disagreement:
+            return self._explain_disagreement(self._listener.state)
         text = f"newest announced {announced.version}, serving {self._serving}"
         if self.state == "waiting for the task's prompts":
             text = f"{self._prompts.describe()}; {text}"
@@ -318,6 +342,12 @@ class ProduceLoop:
         else:
             text = f"{self.incarnation} is asked for nothing on {self._with.topics.requests}; {text}"
         return f"{text}; {self._puller.last_error}" if self._puller.last_error else text
+
+    def _explain_disagreement(self, state: ControlState) -> str:
+        return (
+            f"the last trainer of run {self._run.run_id} had other values ({state.disagreement}); "
+            "nothing has come from it since this producer started: is it running, and with this run file?"
+        )
 
     def _explain_silence(self) -> str:
         return f"no policy of run {self._run.run_id} is announced on {self._with.topics.control}: is its trainer running?"
@@ -469,6 +499,7 @@ class ProduceLoop:
             leaving=leaving,
             metrics_url=self._metrics_url,
             created=self._clock(),
+            agreement=self._agreement,
         )
 
     def _say(self, state: str) -> None:

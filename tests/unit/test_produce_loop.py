@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -80,7 +80,8 @@ class MoodyProducer(FakeProducer):
 class Harness:
     """A loop in a thread, and both ends of everything around it.
 
-    puller: pulls instead of the fake `weights`. stop: asks for the end. task: gives the prompts.
+    puller: pulls instead of the fake `weights`. stop: asks for the end. task: gives the prompts. model: digests of
+    the model's files.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Harness:
         puller: PullClient | None = None,
         stop: threading.Event | None = None,
         task: Task | None = None,
+        model: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> None:
         self.run = RunConfig.model_validate(
@@ -124,6 +126,7 @@ class Harness:
             tokenizer=FakeTokenizer(),
             task=task if task is not None else FakeTask(),
             scorer=self.scorer,
+            model=model or {},
         )
         self.loop = ProduceLoop(self.run, "p0", made, metrics=self.metrics, stop=self.stop, metrics_url="http://m")
         self.me = self.loop.incarnation
