@@ -182,6 +182,23 @@ def test_a_stream_that_gives_nothing_is_reported_and_does_not_hold_up_a_stop(mak
     released.set()
 
 
+def test_a_requested_prompt_that_does_not_come_is_reported_too(make: Callable[..., Harness]) -> None:
+    released = threading.Event()
+
+    class Blocking(FaultyTask):
+        def prompt(self, seed: int, index: int) -> Prompt:
+            released.wait(60)
+            return super().prompt(seed, index)
+
+    h = make(Blocking(), run={"mode": "sequential", "limits": {"waiting_s": 0.05}})
+    with capture_logs() as said:
+        h.start().tell(announcement(0))
+        ask_for(h, "g/a/0")
+        eventually(lambda: any("task faulty has given no prompt" in entry["event"] for entry in said), "the line")
+    released.set()
+    eventually(lambda: h.trajectories(), "the answer")
+
+
 def test_a_stream_that_goes_on_is_sampled_from(make: Callable[..., Harness]) -> None:
     released = threading.Event()
 
