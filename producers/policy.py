@@ -40,7 +40,7 @@ class ControlState:
     grant: what it granted our incarnation, None where it does not name us.
     end: the end of the run, unless it was resumed after it.
     disagreement: what the trainer of the last such message has otherwise than we, and where the message stands; "" if nothing.
-    is_live: whether that message came in our life, so from a trainer that lives.
+    is_live: whether it stands in a message that came in our life, so from a trainer that lives.
     """
 
     announcement: Announcement | None = None
@@ -129,7 +129,9 @@ class PolicyListener:
         grant = message.grants.get(self._incarnation)
         found = "; ".join(differences(message.agreement, self._agreement))
         disagreement = f"{record.where}: {found}" if found else ""
-        state = replace(state, sequence=message.sequence, grant=grant, disagreement=disagreement, is_live=self._caught_up)
+        state = replace(
+            state, sequence=message.sequence, grant=grant, disagreement=disagreement, is_live=bool(found) and self._caught_up
+        )
         if isinstance(message, Announcement):
             newest = state.announcement
             higher = newest is None or message.version > newest.version
