@@ -23,7 +23,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from echo.errors import CheckpointError
+from echo.errors import CheckpointError, StoppedError
 from echo.waiting import Watch
 
 log = structlog.get_logger("checkpoint")
@@ -96,7 +96,7 @@ class CheckpointStore:
     def held(self, *, stopping: Callable[[], bool], waiting_s: float) -> Iterator[None]:
         """Have the folder to ourselves. Waits for whom we have taken over from, and says so.
 
-        Raises CheckpointError where the folder can't be made, or a stop is asked for meanwhile.
+        Raises CheckpointError where the folder can't be made, StoppedError if a stop is asked for meanwhile.
         """
         lock = self.dir / LOCK
         try:
@@ -108,11 +108,13 @@ class CheckpointStore:
             watch = Watch(f"{self.dir} to be free", lambda: _held_by(descriptor), limit_s=waiting_s)
             while not _locked(descriptor):
                 if stopping():
-                    raise CheckpointError(f"stopped while waiting for {self.dir}: {_held_by(descriptor)}")
+                    raise StoppedError(f"stopped while waiting for {self.dir}: {_held_by(descriptor)}")
                 watch.check()
                 time.sleep(_LOOK_S)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            with suppress(OSError):
+                # For people alone: on a full disk the lock holds all the same.
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             yield
         finally:
             os.close(descriptor)
@@ -141,7 +143,10 @@ class CheckpointStore:
             self._prune()
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {target}: can't be written: {error}; the ones before it still stand") from error
+            raise CheckpointError(
+                f"checkpoint {target}: can't be written: {error}; the ones before it still stand: free space on its disk, or "
+                "set checkpoint.dir to a copy of it on another one, and start again"
+            ) from error
         return target
 
     def newest(self) -> Loaded | None:

@@ -15,6 +15,12 @@ for (SIGINT or SIGTERM; a second one ends at once with 130 or 143), 2 where the 
 other failure, with one line that says what; a replayed batch that differs is one.
 """
 
+from echo.stopping import catch_early
+
+if __name__ == "__main__":
+    # What is imported below takes a good part of a second.
+    catch_early()
+
 import os
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -42,8 +48,9 @@ def train(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Consume trajectories, update the policy, publish and announce each new version."""
-    from echo.errors import ConfigError, EchoError
+    from echo.errors import ConfigError, EchoError, StoppedError
     from echo.run_file import dump, load
+    from echo.stopping import let_go
 
     try:
         run = load(run_file, overrides or ())
@@ -53,9 +60,12 @@ def train(
             typer.echo(dump(run), nl=False)
             return
         if replay is not None:
+            let_go()
             _replay(run, replay, as_json=as_json)
             return
         _train(run, log_json=log_json)
+    except StoppedError as error:
+        typer.echo(f"echo-train: {error}", err=True)
     except ConfigError as error:
         _fail(str(error), status=2)
     except EchoError as error:
@@ -67,6 +77,7 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     from prometheus_client import CollectorRegistry
 
     from consumers.launched import place
+    from echo.errors import StoppedError
     from echo.metrics import TrainerMetrics
     from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, die_with_parent, end_with_asking_parent
@@ -78,6 +89,10 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     configure_logging(json=log_json)
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
+    # Of several ranks none may leave before the others know.
+    alone = place(os.environ).ranks == 1
+    if alone and stop.is_set():
+        raise StoppedError("stopped before it began")
     if place(os.environ).rank > 0:
         # Asked to stop, it goes on until rank 0, which was asked, too, has come to its end.
         from consumers.learner import follow
@@ -91,6 +106,8 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
         from consumers.learner import team_of
         from consumers.wiring import kafka_clients, trainer_of
 
+        if alone and stop.is_set():
+            raise StoppedError("stopped before it began")
         with (
             team_of(run) as team,
             trainer_of(run, kafka_clients(run, stop=stop), metrics=metrics, stop=stop, team=team) as trainer,

@@ -78,7 +78,7 @@ class Fleet:
         clock: Callable[[], float],
         resolved: Mapping[str, int] | None = None,
     ) -> None:
-        self._run_id = run_id
+        self.run_id = run_id
         self._total_window = total_window
         self._dead_after_s = dead_after_s
         self._clock = clock
@@ -90,7 +90,7 @@ class Fleet:
 
     def hear(self, heartbeat: Heartbeat) -> None:
         """A heartbeat was received now. Those of other runs and out-of-date ones are ignored."""
-        if heartbeat.run_id != self._run_id:
+        if heartbeat.run_id != self.run_id:
             return
         # Also the last words of who leaves.
         self._given_up.update({request: GivenUp(heartbeat.incarnation, why) for request, why in heartbeat.given_up.items()})

@@ -7,13 +7,15 @@ about who lives now.
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import structlog
 
 from consumers.fleet import Fleet, GivenUp, ProducerStatus
 from echo import control
+from echo.agreement import differences
 from echo.background import Background
-from echo.control import Grant
+from echo.control import Grant, Heartbeat
 from echo.errors import ControlError
 from echo.log import BEGINNING, LogReader
 
@@ -29,7 +31,8 @@ _REPEAT_EVERY_S = 5.0
 
 class FleetListener:
     """send_progress: sends a control message with the grants that it is given for its sequence number (`take_grants`); called
-    by this thread only, when grants changed, and every few seconds where they did not."""
+    by this thread only, when grants changed, and every few seconds where they did not. agreement: what producers must have
+    alike (`echo.agreement`)."""
 
     def __init__(
         self,
@@ -38,12 +41,16 @@ class FleetListener:
         reader: LogReader,
         topic: str,
         send_progress: Callable[[Callable[[int], Mapping[str, Grant]]], None],
+        agreement: Mapping[str, str] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._reader = reader
         self._topic = topic
         self._send_progress = send_progress
+        self._agreement = agreement
+        # Incarnations of which it was said that they don't agree.
+        self._disagreeing: set[str] = set()
         self._clock = clock
         self._lock = threading.Lock()
         self._sent: Mapping[str, Grant] = {}
@@ -108,6 +115,7 @@ class FleetListener:
             except ControlError as error:
                 log.warning("heartbeat skipped", error=str(error))
                 continue
+            self._compare(heartbeat)
             with self._lock:
                 self._fleet.hear(heartbeat)
         if not self._current:
@@ -118,3 +126,16 @@ class FleetListener:
             due = silent_s >= (_PROGRESS_EVERY_S if changed else _REPEAT_EVERY_S)
         if due:
             self._send_progress(self.take_grants)
+
+    def _compare(self, heartbeat: Heartbeat) -> None:
+        """Log, once in its life, that a producer does not agree with us. It ends by itself when it reads our next message."""
+        if heartbeat.run_id != self._fleet.run_id or heartbeat.incarnation in self._disagreeing:
+            return
+        found = differences(heartbeat.agreement, self._agreement)
+        if found:
+            self._disagreeing.add(heartbeat.incarnation)
+            log.error(
+                "a producer does not agree with this trainer: give both the same run file and model",
+                producer=heartbeat.producer_id,
+                differences="; ".join(found),
+            )

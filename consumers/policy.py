@@ -7,6 +7,7 @@ a second trainer of the same run fences this one, which then stops with `FencedE
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import structlog
@@ -122,7 +123,10 @@ class Stored(NamedTuple):
 
 
 class PolicyPublisher:
-    """Stores and announces policies of one run. `server_url` is where producers reach the weight server."""
+    """Stores and announces policies of one run. `server_url` is where producers reach the weight server.
+
+    agreement: what producers must have alike (`echo.agreement`); each message tells it.
+    """
 
     def __init__(
         self,
@@ -135,8 +139,10 @@ class PolicyPublisher:
         keep: int,
         newest: int,
         delta_chain: int = 0,
+        agreement: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._run_id = run_id
+        self._agreement = dict(agreement)
         self._store = store
         self._writer = writer
         self._server_url = server_url
@@ -185,6 +191,7 @@ class PolicyPublisher:
                 nbytes=published.manifest.nbytes,
                 grants=dict(grants(sequence)),
                 created=created,
+                agreement=self._agreement,
             )
         )
         self.newest = version
@@ -235,6 +242,7 @@ class PolicyPublisher:
                 step=step,
                 grants=dict(grants(sequence)),
                 created=time.time(),
+                agreement=self._agreement,
             )
         )
 

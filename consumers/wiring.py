@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
+from transformers.utils.hub import cached_file
 
 from consumers.checkpoint import CheckpointStore, Loaded
 from consumers.dispatcher import Dispatcher
@@ -27,6 +28,7 @@ from consumers.reader import TrajectoryReader
 from consumers.requester import Requester
 from consumers.train import Trainer
 from echo import dead_letter
+from echo.agreement import agreement, model_files
 from echo.config import RunConfig
 from echo.errors import CheckpointError
 from echo.journal import Journal
@@ -126,8 +128,10 @@ def trainer_of(
             vocabulary=learner.vocabulary,
             max_tokens=run.batch.max_tokens or learner.positions,
         )
+        agreed = agreement(run, model_files(run.model.path, cached_file))
         publisher = PolicyPublisher(
             run_id=run.run_id,
+            agreement=agreed,
             store=WeightStore(run.weights.dir),
             writer=writer,
             server_url=server_url,
@@ -158,6 +162,7 @@ def trainer_of(
             ),
             reader=clients.open_reader(),
             topic=names.heartbeats,
+            agreement=agreed,
             send_progress=lambda grants: publisher.progress(step=trainer.step, grants=grants),
         )
         opened.callback(fleet.close)

@@ -33,7 +33,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     """A policy is durable and servable. `grants` is keyed by producer incarnation; `nbytes` is the size of its tensors.
 
     sequence: counts the run's control messages, also over restarts of the trainer. step: learner steps behind this version.
-    created: seconds since the epoch.
+    created: seconds since the epoch. agreement: what both sides must have alike (`echo.agreement`); empty from older senders.
     """
 
     run_id: str
@@ -45,10 +45,14 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     nbytes: _Count
     grants: dict[str, Grant] = {}
     created: _Seconds
+    agreement: dict[str, str] = {}
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="progress"):
-    """Grants between announcements: a producer joined or died, or groups were resolved without a new version."""
+    """Grants between announcements: a producer joined or died, or groups were resolved without a new version.
+
+    agreement: as in `Announcement`.
+    """
 
     run_id: str
     sequence: _Count
@@ -56,6 +60,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     step: _Count
     grants: dict[str, Grant]
     created: _Seconds
+    agreement: dict[str, str] = {}
 
 
 class EndOfRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end_of_run"):
@@ -103,6 +108,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     last_pull_error: why the newest version is not served yet; "" when all is well. metrics_url: where Prometheus finds it.
     requests_held: sequential mode's requests that it has and has not answered. given_up: why it gave requests up, by their ids:
     those of the newest version alone; the same groups may be asked for again.
+    agreement: as in `Announcement`.
     """
 
     run_id: str
@@ -128,6 +134,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     leaving: bool = False
     metrics_url: str = ""
     created: _Seconds
+    agreement: dict[str, str] = {}
 
 
 ControlMessage: TypeAlias = Announcement | Progress | EndOfRun

@@ -125,7 +125,8 @@ def run_demo(
     run, plan = prepare(out, seed=seed, overrides=overrides, apache_home=apache_home)
     say(plan.describe())
     logs = out / "logs"
-    logs.mkdir()
+    with _writing(out):
+        logs.mkdir()
     with ExitStack() as opened:
         broker = opened.enter_context(start_broker(plan, data_dir=out / "broker", nodes=nodes))
         settings = {**run.broker.settings, "bootstrap.servers": broker.bootstrap_servers}
@@ -160,6 +161,8 @@ def run_demo(
             while trainer.poll() is None and not stop.is_set():
                 view.refresh()
                 draw(view)
+                # Before its clients, which end of its end.
+                broker.check()
                 _check(workers)
                 server.check()
                 stop.event.wait(_TICK_S)
@@ -223,12 +226,24 @@ def _report(
         pulls=pulls,
         seconds=seconds(),
     )
-    report.plot(
-        lines, staleness_bound=run.staleness_bound, title=f"{run.run_id}: reward and staleness", path=out / "reward.png"
-    )
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (out / "bias.json").write_text(json.dumps(bias.result(), indent=2) + "\n")
+    with _writing(out):
+        (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (out / "bias.json").write_text(json.dumps(bias.result(), indent=2) + "\n")
+        report.plot(
+            lines, staleness_bound=run.staleness_bound, title=f"{run.run_id}: reward and staleness", path=out / "reward.png"
+        )
     return summary, bias.result()
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Files are written inside. Raises DemoError if one can't be."""
+    try:
+        yield
+    except OSError as error:
+        raise DemoError(
+            f"{error.filename or out} can't be written: {error.strerror}: free space there, or choose another --out"
+        ) from None
 
 
 def _start(name: str, *arguments: str, children: list[Child], logs: Path, env: Mapping[str, str]) -> Child:

@@ -19,6 +19,8 @@
     ├── CheckpointError      a checkpoint is incomplete, damaged, or belongs to another run
     ├── TrainingError        the run can't go on: its steps are not finite any more
     ├── RankError            another rank of the trainer is gone
+    ├── AgreementError       the trainer and this producer were given run files or models that differ
+    ├── StoppedError         a stop was asked for before there was anything to drain: no failure
     └── BackgroundError      a thread of this process ended that should not have
 
 A message names the place (file, key, topic, partition, offset, URL) and says what to do.
@@ -109,6 +111,14 @@ class TrainingError(EchoError):
 
 class RankError(EchoError):
     """Another rank of this trainer is gone, or does not answer."""
+
+
+class AgreementError(EchoError):
+    """The trainer and this producer were given run files or models that differ in what both must have alike."""
+
+
+class StoppedError(EchoError):
+    """A planned stop was asked for while the process was starting: it ends with status 0."""
 
 
 class BackgroundError(EchoError):

@@ -12,6 +12,7 @@ log by anyone, and a step's batch can be found again.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,9 @@ def parse(line: str | bytes) -> dict[str, Any]:
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal. Raises CheckpointError for a line that is none; a last line without its end is left out."""
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
                 yield parse(line)
@@ -63,35 +64,65 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Journal:
-    """Appends lines; `sync` makes them durable.
+    """Appends lines, each whole or not at all; `sync` makes them durable.
 
     lines: how many of those there are count; opening cuts off the others.
+    Opening, `append`, `sync` and `close` raise CheckpointError if the disk is full or can't be written.
     """
 
     def __init__(self, folder: Path, *, lines: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        kept = list(islice(read(self.path), lines)) if self.path.exists() else []
-        self.lines = len(kept)
         temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w") as out:
-            for line in kept:
-                out.write(json.dumps(line) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.rename(self.path)
-        sync_folder(folder)
-        self._file = self.path.open("a")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = list(islice(read(self.path), lines)) if self.path.exists() else []
+            with temporary.open("w") as out:
+                for line in kept:
+                    out.write(json.dumps(line) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.rename(self.path)
+            sync_folder(folder)
+            # Unbuffered: what could not be written is not tried again behind our back.
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise self._unwritable(error) from error
+        self.lines = len(kept)
+        self._failed = False
 
     def append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        raw = memoryview((json.dumps(line) + "\n").encode())
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while raw:
+                # A disk that is nearly full takes a part, and refuses the next call.
+                raw = raw[self._file.write(raw) :]
+        except OSError as error:
+            self._failed = True
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise self._unwritable(error) from error
         self.lines += 1
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._failed = True
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
-        self.sync()
-        self._file.close()
+        try:
+            # After a failure that ended the process there is nothing new to make durable, and its error stands.
+            if not self._failed:
+                self.sync()
+        finally:
+            self._file.close()
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: can't be written: {error.strerror}: free space on its disk, or set checkpoint.dir to a folder on "
+            "another one; what was journaled before stands, and the run resumes from its last checkpoint"
+        )

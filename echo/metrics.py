@@ -133,6 +133,11 @@ class ProducerMetrics:
         self.outstanding = gauge("echo_produce_groups_outstanding", "Groups begun and not resolved")
         self.reward_mean = gauge("echo_produce_reward_mean", "Mean reward of the last batch sampled")
         self.completion_tokens = histogram("echo_produce_completion_tokens", "Completion length", TOKEN_BUCKETS)
+        self.prompts_left_out = counter(
+            "echo_produce_prompts_left_out",
+            "Prompts that can't be used: task, reference, tokenizer, empty, unknown_token, too_long",
+            ("reason",),
+        )
         self.scorings = counter("echo_produce_scorings", "Completions scored: ok, timeout, error", ("outcome",))
         self.pulls = counter("echo_produce_pulls", "Weight pulls: ok, failed, superseded", ("outcome",))
         self.pull_seconds = histogram("echo_produce_pull_seconds", "Pull time, ok only", SECONDS_BUCKETS)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from echo.config import RunConfig
-from echo.errors import BrokerError, ConfigError
+from echo.errors import BrokerError, ConfigError, StoppedError
 from echo.kafka import KafkaLogAdmin
 from echo.topics import Actual, Spec, of_run, read_actual, require
 from echo.waiting import Watch
@@ -24,7 +24,7 @@ _LEAST_S = 0.1
 def check_cluster(run: RunConfig, *, client_id: str, stopping: Callable[[], bool]) -> tuple[Spec, Actual]:
     """Wait for the broker, `broker.timeout_s` at most, and hold its topics to topics.yaml and the run's limits.
 
-    Raises ConfigError, BrokerError, TopicError.
+    Raises ConfigError, BrokerError, TopicError; StoppedError if a stop is asked for meanwhile.
     """
     spec = of_run(run)
     if not run.broker.settings.get("bootstrap.servers"):
@@ -46,7 +46,9 @@ def _ask(admin: KafkaLogAdmin, spec: Spec, run: RunConfig, stopping: Callable[[]
         try:
             return read_actual(admin, spec.names, asked_s)
         except BrokerError as error:
-            if not error.retriable or stopping():
+            if stopping():
+                raise StoppedError(f"stopped while waiting for the broker: {error}") from None
+            if not error.retriable:
                 raise
             # Each tells how long it waited itself: the last may have been cut short, and would tell of a moment.
             if asked_s >= longest_s:

@@ -1,33 +1,46 @@
-"""What every Echo process does the same way: log lines, stop signals, and children that end with their parent.
-
-Refuses to decide what a stop means for a loop: it sets an event, the loop drains.
-"""
+"""What every Echo process does the same way: log lines, stop signals (`stopping`), and children that end with their parent."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TextIO, cast
 
 import structlog
+
+from echo.errors import ConfigError
+from echo.stopping import StopSignal as StopSignal
 
 _PR_SET_PDEATHSIG = 1
 
 
 class _CurrentStandardError:
-    """Standard error as it is when a line is written: it may have been replaced since logging was configured."""
+    """Standard error as it is when a line is written: it may have been replaced since logging was configured.
+
+    A line that can't be written (it goes to a file on a full disk) ends nothing; the next that can be says how many were lost.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        note = f"{self._lost} log lines could not be written here\n" if self._lost else ""
+        try:
+            sys.stderr.write(note + text)
+            sys.stderr.flush()
+        except OSError:
+            # A line comes in two parts, its text and its end.
+            self._lost += text.count("\n")
+        else:
+            self._lost = 0
+        return len(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        """`write` has done it."""
 
 
 def configure_logging(*, json: bool = False, level: str = "info") -> None:
@@ -49,36 +62,6 @@ def configure_logging(*, json: bool = False, level: str = "info") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(levels[level]),
         logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _CurrentStandardError())),
     )
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask for a planned stop; a second one stops the process at once with status 130 or 143."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self._callbacks: list[Callable[[], None]] = []
-
-    def install(self) -> "StopSignal":
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
-        return self
-
-    def on_stop(self, callback: Callable[[], None]) -> None:
-        """Also call this, from the signal handler, when a stop is asked for."""
-        self._callbacks.append(callback)
-
-    def request(self) -> None:
-        self.event.set()
-
-    def is_set(self) -> bool:
-        return self.event.is_set()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
-            os._exit(128 + number)
-        self.event.set()
-        for callback in self._callbacks:
-            callback()
 
 
 def die_with_parent(parent: int) -> None:
@@ -108,6 +91,7 @@ def end_with_asking_parent() -> None:
 class Child:
     """A child process in a session of its own, so that a Ctrl-C in the terminal reaches only the parent, which stops its
     children in order. Its output goes to `log_path`; append: behind what is there, that of an earlier life.
+    Raises ConfigError if that can't be written.
 
     Start it from a thread that lives as long as the process: the kernel counts the thread as the parent.
     """
@@ -124,7 +108,13 @@ class Child:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        with log_path.open("ab" if append else "wb") as out:
+        try:
+            out = log_path.open("ab" if append else "wb")
+        except OSError as error:
+            raise ConfigError(
+                f"the log of {name}, {log_path}, can't be written: {error.strerror}: free space there, or choose another folder"
+            ) from None
+        with out:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,

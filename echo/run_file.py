@@ -56,11 +56,19 @@ def dump(run: RunConfig) -> str:
 
 
 def save(run: RunConfig, path: Path) -> None:
-    """Write a run file that `load` reads back, secrets included, readable by its owner only."""
-    data = _open_secrets(run.model_dump())
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    """Write a run file that `load` reads back, secrets included, readable by its owner only.
+
+    Raises ConfigError if it can't be written; a file that was there before is then as it was.
+    """
+    text = yaml.safe_dump(_open_secrets(run.model_dump()), sort_keys=False)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.touch(mode=0o600)
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{path} can't be written: {error.strerror}: free space there, or choose another folder") from None
 
 
 def _open_secrets(value: Any) -> Any:

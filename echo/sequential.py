@@ -5,12 +5,14 @@ number. So a run's weights do not depend on how many producers there are, nor on
 that goes through the same calls (docs/architecture.md, "Modes") comes to the same weights, bit for bit.
 
     for call in calls_of_step(step, ...):
-        prompts = [task.prompt(prompt_seed(run.task.seed), index) for index in call.prompts]
+        prompts = [<the first usable one of the task's, over candidates(run.task.seed, index)> for index in call.prompts]
         completions = engine.generate(<each prompt group_size times>, <run.sampling with seed=call.seed>)
     learner.step(<the groups by prompt index>, version)
 """
 
 import hashlib
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 ORIGIN = "requested"
@@ -38,6 +40,17 @@ def mix_seed(*parts: object) -> int:
 def prompt_seed(task_seed: int) -> int:
     """The seed of the run's one stream of prompts."""
     return mix_seed(task_seed, ORIGIN)
+
+
+def candidates(task_seed: int, index: int) -> Iterator[tuple[int, int]]:
+    """Where the prompt of an index of that stream is looked for, as (seed, index) of a task's stream, without end.
+
+    The first is its own place; after it come those of a stream that belongs to this index alone. The first that can be used
+    is taken, so that a step is never short of a prompt, and every producer takes the same one.
+    """
+    yield prompt_seed(task_seed), index
+    seed = mix_seed(task_seed, ORIGIN, "instead of", index)
+    yield from ((seed, place) for place in itertools.count())
 
 
 def calls_of_step(step: int, *, groups_per_step: int, groups_per_call: int, seed: int) -> tuple[Call, ...]:

@@ -25,7 +25,7 @@ ROWS = (
     ("Lag", lag, (6, 6, 6, 6)),
     ("Versions", versions, (7, 7, 5, 5)),
     ("Throughput", throughput, (8,) * 6),
-    ("Resolution", resolution, (8,) * 6),
+    ("Resolution", resolution, (6, 6, 6, 6, 8, 8, 8)),
     ("Weights", weights, (6,) * 8),
     ("Memory and back-pressure", memory, (6, 6, 6, 6)),
     ("Learner", learner, (6,) * 12),

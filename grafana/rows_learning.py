@@ -146,6 +146,13 @@ def resolution() -> list[Panel]:
             "suffix: /s",
             [Query(f"sum by (outcome) ({rate(producer('echo_produce_scorings_total'))})", "{{outcome}}")],
         ),
+        graph(
+            "Prompts left out",
+            "Prompts per minute that can't be used, by reason: the task gives none, its reference can't cross to the scorer, "
+            "they can't be tokenised, are empty, hold unknown tokens, or are too long. Producers' logs name each.",
+            "suffix: /min",
+            [Query(f"60 * sum by (reason) ({rate(producer('echo_produce_prompts_left_out_total'))})", "{{reason}}")],
+        ),
     ]
 
 

@@ -9,6 +9,12 @@ for (SIGINT or SIGTERM; a second one ends at once with 130 or 143), 2 where the 
 other failure, with one line that says what.
 """
 
+from echo.stopping import catch_early
+
+if __name__ == "__main__":
+    # What is imported below takes a good part of a second.
+    catch_early()
+
 import os
 import re
 import socket
@@ -42,7 +48,7 @@ def produce(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Sample trajectories for a run and publish them to Kafka, pulling each newly announced policy."""
-    from echo.errors import ConfigError, EchoError
+    from echo.errors import ConfigError, EchoError, StoppedError
     from echo.run_file import dump, load
 
     name = producer_id if producer_id is not None else default_id()
@@ -54,6 +60,8 @@ def produce(
             typer.echo(dump(run), nl=False)
             return
         _produce(run, name, log_json=log_json)
+    except StoppedError as error:
+        typer.echo(f"echo-produce: {error}", err=True)
     except ConfigError as error:
         _fail(str(error), status=2)
     except EchoError as error:
@@ -64,6 +72,7 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     import structlog
     from prometheus_client import CollectorRegistry
 
+    from echo.errors import StoppedError
     from echo.metrics import ProducerMetrics
     from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, end_with_asking_parent
@@ -72,12 +81,16 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     configure_logging(json=log_json)
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
+    if stop.is_set():
+        raise StoppedError("stopped before it began")
     metrics = ProducerMetrics(run.run_id, name, CollectorRegistry())
     server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.produce_port, key="metrics.produce_port")
     try:
         structlog.get_logger("produce").info("metrics are served", url=server.url, producer=name)
         from producers.wiring import produce as run_producer
 
+        if stop.is_set():
+            raise StoppedError("stopped before it began")
         run_producer(run, name, metrics=metrics, stop=stop, metrics_url=server.url)
     finally:
         server.close()

@@ -4,6 +4,7 @@ Refuses to make any of them: `wiring` makes the real ones, tests hand in fakes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from echo.log import LogProducer, LogReader
@@ -38,7 +39,7 @@ class Stop(Protocol):
 class Collaborators(NamedTuple):
     """Everything outside the loop. It closes none of them, except the readers that `open_reader` makes.
 
-    request_partitions: of the requests topic.
+    request_partitions: of the requests topic. model: digests of the model's files (`echo.agreement.model_files`).
     """
 
     topics: TopicNames
@@ -50,3 +51,4 @@ class Collaborators(NamedTuple):
     tokenizer: Tokenizer
     task: Task
     scorer: Scorer
+    model: Mapping[str, str] = MappingProxyType({})

@@ -7,12 +7,14 @@ engine says. Never pulls a backlog of versions one by one, and never acts on a m
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import structlog
 
 from echo import control
+from echo.agreement import differences
 from echo.background import Background
 from echo.control import Announcement, EndOfRun, Grant
 from echo.errors import ControlError, PullCancelled, WeightsError
@@ -37,12 +39,16 @@ class ControlState:
     announcement: the newest policy. sequence: number of the last message that carries grants, -1 before the first.
     grant: what it granted our incarnation, None where it does not name us.
     end: the end of the run, unless it was resumed after it.
+    disagreement: what the trainer of the last such message has otherwise than we, and where the message stands; "" if nothing.
+    is_live: whether it stands in a message that came in our life, so from a trainer that lives.
     """
 
     announcement: Announcement | None = None
     sequence: int = -1
     grant: Grant | None = None
     end: EndOfRun | None = None
+    disagreement: str = ""
+    is_live: bool = False
 
 
 class PolicyListener:
@@ -50,6 +56,7 @@ class PolicyListener:
 
     Nothing is told before the first end of the log was reached, so that a late joiner never acts on an old announcement or
     on the end of a run that was resumed since. `changed` is notified at every change, and is there to be waited on.
+    agreement: what the trainer must have alike (`echo.agreement`).
     """
 
     def __init__(
@@ -61,7 +68,9 @@ class PolicyListener:
         incarnation: str,
         changed: threading.Condition | None = None,
         waiting_s: float = 30.0,
+        agreement: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._agreement = agreement
         self.changed = changed or threading.Condition()
         self._follower = TopicFollower(open_reader, topic, 1, self._take_all, changed=self.changed, name="policy-listener")
         self._run_id = run_id
@@ -118,7 +127,11 @@ class PolicyListener:
             return
         # One partition and one fenced writer: the log's order is the order. Each message names every grant in force.
         grant = message.grants.get(self._incarnation)
-        state = replace(state, sequence=message.sequence, grant=grant)
+        found = "; ".join(differences(message.agreement, self._agreement))
+        disagreement = f"{record.where}: {found}" if found else ""
+        state = replace(
+            state, sequence=message.sequence, grant=grant, disagreement=disagreement, is_live=bool(found) and self._caught_up
+        )
         if isinstance(message, Announcement):
             newest = state.announcement
             higher = newest is None or message.version > newest.version

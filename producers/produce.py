@@ -7,7 +7,6 @@ birth. Refuses to know brokers, HTTP, engines or tasks by name: it is handed its
 ones). It ends in order: the running batch is finished and published, acknowledged, and the leaving heartbeat sent.
 """
 
-import itertools
 import secrets
 import threading
 import time
@@ -19,9 +18,10 @@ from typing import TypeVar
 import structlog
 
 from echo import trajectory
+from echo.agreement import agreement
 from echo.config import RunConfig
 from echo.control import Heartbeat, Request
-from echo.errors import BackgroundError, BrokerError, EchoError, EngineError, TaskError
+from echo.errors import AgreementError, BackgroundError, BrokerError, EchoError, EngineError, TaskError
 from echo.metrics import ProducerMetrics
 from echo.sequential import mix_seed
 from echo.waiting import Watch
@@ -30,10 +30,11 @@ from producers.collaborators import Collaborators, Stop
 from producers.engines.base import Completion, Policy
 from producers.heartbeat import HeartbeatSender
 from producers.policy import ControlState, PolicyListener, PolicyPuller
+from producers.prompts import LeftOut, Made, PromptMaker, PromptSource, SharedTokenizer
 from producers.publisher import Publisher
 from producers.requests import Refresher, RequestListener
 from producers.rollout import Stamp, Timed, Work
-from producers.tasks.base import Prompt, Score
+from producers.tasks.base import Score
 from producers.window import Window
 
 log = structlog.get_logger("produce")
@@ -79,7 +80,14 @@ class ProduceLoop:
         self._model = Path(run.model.path).name if Path(run.model.path).is_dir() else run.model.path
         self._clock = clock
         self._window = Window(run.max_staleness, run.learner.publish_every)
-        self._prompts = iter(collaborators.task.prompts(mix_seed(run.task.seed, self.incarnation)))
+        self._tokenizer = SharedTokenizer(collaborators.tokenizer)
+        self._maker = PromptMaker(
+            collaborators.task,
+            self._tokenizer,
+            limits=self._engine.limits,
+            max_tokens=run.sampling.max_tokens,
+            left_out=self._count_left_out,
+        )
         self.state = "starting"
         self._serving = -1
         self._taken: Policy | None = None
@@ -88,6 +96,7 @@ class ProduceLoop:
         self._busy_seconds = 0.0
         changed = threading.Condition()
         limits = run.limits
+        self._agreement = agreement(run, collaborators.model)
         self._listener = PolicyListener(
             collaborators.open_reader,
             collaborators.topics.control,
@@ -95,6 +104,7 @@ class ProduceLoop:
             incarnation=self.incarnation,
             changed=changed,
             waiting_s=limits.waiting_s,
+            agreement=self._agreement,
         )
         self._puller = PolicyPuller(
             self._listener,
@@ -104,6 +114,9 @@ class ProduceLoop:
             deadline_s=run.weights.pull_deadline_s,
             on_request=run.mode == "sequential",
         )
+        self._prompts = PromptSource(collaborators.task.name, changed=changed)
+        # The request that prompts are made for.
+        self._asked: Request | None = None
         self._refresher = Refresher(self._puller, self._engine, self._swap, always=run.refresh == "always")
         self._requests = None
         if run.mode == "sequential":
@@ -137,8 +150,12 @@ class ProduceLoop:
         self._began = self._clock()
         self._listener.start()
         self._puller.start()
+        self._prompts.start()
         if self._requests is not None:
             self._requests.start()
+        else:
+            seed = mix_seed(self._run.task.seed, self.incarnation)
+            self._prompts.begin(self._maker.stream(seed), ahead=self._run.producer.groups_per_call)
         self._heartbeat.start()
         log.info("producer started", run=self._run.run_id, incarnation=self.incarnation, engine=self._engine.identity)
         try:
@@ -164,24 +181,27 @@ class ProduceLoop:
         while (reason := self._told_to_end(self._listener.state)) is None:
             if requests is not None:
                 self._answer_one(requests)
-            elif groups := self._wait_for("room to sample", self._look_for_room, self._explain_room):
+            elif prompts := self._wait_for("room and prompts to sample", self._look_for_work, self._explain_room):
                 self._say("sampling")
-                self._sample(self._own_work(min(groups, self._run.producer.groups_per_call)))
+                self._sample(self._own_work(prompts))
         return reason
 
     def _answer_one(self, requests: RequestListener) -> None:
         """Wait for a request and answer it; or do nothing when told to end."""
-        request = self._wait_for("a request", lambda: self._look_for_request(requests), self._explain_request)
-        if request is None:
-            return
-        self._say("sampling")
         try:
+            found = self._wait_for("a request", lambda: self._look_for_request(requests), self._explain_request)
+            if found is None:
+                return
+            request, prompts = found
+            self._say("sampling")
             # Nothing is taken in mid-generation: what was asked for is of one version.
-            whole = self._sample(rollout.requested(request, self._run, self._with.task), in_flight=False)
+            whole = self._sample(rollout.requested(request, self._run.sampling, prompts), in_flight=False)
         except (EngineError, TaskError) as error:
-            # Who asks must know that it may be these groups that producers end of: our last heartbeat says so.
-            requests.give_up(request, f"{type(error).__name__}: {error}")
+            # The trainer must know that it may be these groups that producers end of: our last heartbeat says so.
+            if self._asked is not None:
+                requests.give_up(self._asked, f"{type(error).__name__}: {error}")
             raise
+        self._asked = None
         if whole:
             requests.answered(request)
         else:
@@ -204,6 +224,7 @@ class ProduceLoop:
                 before = self._heard()
                 if self._told_to_end(before[0]) is not None:
                     return None
+                self._check_agreement(before[0])
                 found = look()
                 if found is not None:
                     return found
@@ -218,26 +239,41 @@ class ProduceLoop:
         self._puller.check()
         self._publisher.check()
         self._heartbeat.check()
+        self._prompts.check()
         self._with.weights.check()
         if self._requests is not None:
             self._requests.check()
 
-    def _heard(self) -> tuple[ControlState, tuple[Request, ...], bool]:
+    def _check_agreement(self, state: ControlState) -> None:
+        """Raise AgreementError if the living trainer has otherwise what must be alike.
+
+        An older message may be of a trainer that was started again since, with another run file: its next one decides.
+        """
+        if state.disagreement and state.is_live:
+            raise AgreementError(
+                f"the trainer of run {self._run.run_id} and this producer don't agree ({state.disagreement}): give both the "
+                "same run file and model, and start this producer again"
+            )
+
+    def _heard(self) -> tuple[ControlState, tuple[Request, ...], bool, int]:
         held = self._requests.held if self._requests is not None else ()
         # Whether a policy waits, and not that one does: in sequential mode it may wait for a request that never comes.
-        return self._listener.state, held, self._puller.has_policy
+        return self._listener.state, held, self._puller.has_policy, self._prompts.ready
 
-    def _look_for_room(self) -> int | None:
-        """Groups that may begin now, at least 1."""
+    def _look_for_work(self) -> list[Made] | None:
+        """The prompts of groups that may begin now, at least one."""
         self._swap(self._puller.take_policy())
         room = self._room(self._listener.state)
-        if room > 0:
-            return room
-        self._say("waiting for a policy" if self._serving < 0 else "waiting for the window or a newer policy")
-        return None
+        if room <= 0:
+            self._say("waiting for a policy" if self._serving < 0 else "waiting for the window or a newer policy")
+            return None
+        prompts = self._prompts.take(min(room, self._run.producer.groups_per_call))
+        if prompts is None:
+            self._say("waiting for the task's prompts")
+        return prompts
 
-    def _look_for_request(self, requests: RequestListener) -> Request | None:
-        """The oldest request that may be sampled now, under exactly the version that it names."""
+    def _look_for_request(self, requests: RequestListener) -> tuple[Request, list[Made]] | None:
+        """The oldest request that may be sampled now, under exactly the version that it names, and its prompts."""
         announced = self._listener.state.announcement
         if announced is not None:
             self._metrics.announced_version.set(announced.version)
@@ -248,17 +284,31 @@ class ProduceLoop:
         self._metrics.window.set(groups)
         self._metrics.outstanding.set(groups)
         request = held[0] if held else None
-        known = request is not None and announced is not None and request.version == announced.version
-        if request is not None and known and self._refresher.is_fresh(request):
-            return request
-        self._say("waiting for a request" if request is None else "waiting for a policy")
-        return None
+        known = (
+            not self._listener.state.disagreement
+            and request is not None
+            and announced is not None
+            and request.version == announced.version
+        )
+        if request is not None and request is not self._asked:
+            # They are made while the policy is pulled.
+            self._asked = request
+            places = range(request.first_prompt, request.first_prompt + len(request.group_ids))
+            self._prompts.begin(self._maker.asked(self._run.task.seed, places), ahead=len(places))
+        if request is None or not known or not self._refresher.is_fresh(request):
+            self._say("waiting for a request" if request is None else "waiting for a policy")
+            return None
+        prompts = self._prompts.take(len(request.group_ids))
+        if prompts is None:
+            self._say("waiting for the task's prompts")
+            return None
+        return request, prompts
 
     def _room(self, state: ControlState) -> int:
         self._window.granted(state.grant, state.sequence)
         self._metrics.window.set(self._window.grant.window)
         self._metrics.outstanding.set(self._window.outstanding)
-        if state.announcement is None:
+        if state.announcement is None or state.disagreement:
             return 0
         self._metrics.announced_version.set(state.announcement.version)
         return self._window.room(state.announcement.version, self._engine.policy_version)
@@ -267,6 +317,10 @@ class ProduceLoop:
         state = self._listener.state
         if state.announcement is None:
             return self._explain_silence()
+        if state.disagreement:
+            return self._explain_disagreement(state)
+        if self.state == "waiting for the task's prompts":
+            return self._prompts.describe()
         text = (
             f"newest announced {state.announcement.version}, serving {self._serving}, S = {self._run.max_staleness}; "
             f"window {self._window.grant.window}, {self._window.started} groups begun, {self._window.grant.resolved} resolved"
@@ -277,13 +331,23 @@ class ProduceLoop:
         announced, held = self._listener.state.announcement, self._requests.held if self._requests is not None else ()
         if announced is None:
             return self._explain_silence()
+        if self._listener.state.disagreement:
+            return self._explain_disagreement(self._listener.state)
         text = f"newest announced {announced.version}, serving {self._serving}"
+        if self.state == "waiting for the task's prompts":
+            text = f"{self._prompts.describe()}; {text}"
         if held:
             groups = f"{len(held[0].group_ids)} groups of step {held[0].step}"
             text = f"{groups} are asked for of version {held[0].version}, {len(held)} requests in hand; {text}"
         else:
             text = f"{self.incarnation} is asked for nothing on {self._with.topics.requests}; {text}"
         return f"{text}; {self._puller.last_error}" if self._puller.last_error else text
+
+    def _explain_disagreement(self, state: ControlState) -> str:
+        return (
+            f"the last trainer of run {self._run.run_id} had other values ({state.disagreement}); "
+            "nothing has come from it since this producer started: is it running, and with this run file?"
+        )
 
     def _explain_silence(self) -> str:
         return f"no policy of run {self._run.run_id} is announced on {self._with.topics.control}: is its trainer running?"
@@ -333,13 +397,10 @@ class ProduceLoop:
                 self._metrics.announce_to_serving_seconds.observe(max(0.0, self._clock() - announced.created))
         self._heartbeat.changed(now=True)
 
-    def _own_work(self, groups: int) -> Work:
+    def _own_work(self, prompts: Sequence[Made]) -> Work:
         """The next groups of this incarnation's own stream of prompts."""
-        prompts = list(itertools.islice(self._prompts, groups))
-        if len(prompts) < groups:
-            raise TaskError(f"task {self._with.task.name}: its prompts ended, a task's stream has no end")
-        ids = [trajectory.group_id(self._run.run_id, self.incarnation, self._groups + index) for index in range(groups)]
-        self._groups += groups
+        ids = [trajectory.group_id(self._run.run_id, self.incarnation, self._groups + index) for index in range(len(prompts))]
+        self._groups += len(prompts)
         seed = self._run.producer.seed
         self._calls += 1
         drawn = secrets.randbits(63) if seed is None else mix_seed(seed, self._producer_id, self._calls)
@@ -351,14 +412,13 @@ class ProduceLoop:
         in_flight: the engine may take a newer policy between two tokens.
         """
         groups = len(work.prompts)
-        token_ids = rollout.tokenise(self._with.task, self._with.tokenizer, work.prompts)
         self._window.begin(groups)
         self._metrics.groups.inc(groups)
         started_at = self._clock()
         self._taken = None
         try:
             with self._phase("sample"):
-                repeated = rollout.repeated(token_ids, self._run.sampling.group_size)
+                repeated = rollout.repeated(work.prompts, self._run.sampling.group_size)
                 take_policy = self._take_policy if in_flight else None
                 completions = self._engine.generate(repeated, work.sampling, take_policy=take_policy)
         except EngineError as error:
@@ -374,10 +434,10 @@ class ProduceLoop:
         with self._phase("score"):
             scores = self._score(work.prompts, completions)
         with self._phase("publish"):
-            sent = [self._publish(index, work, token_ids[index], sampled, scores) for index in range(groups)]
+            sent = [self._publish(index, work, sampled, scores) for index in range(groups)]
         return all(sent)
 
-    def _publish(self, index: int, work: Work, prompt_ids: Sequence[int], sampled: Timed, scores: Sequence[Score]) -> bool:
+    def _publish(self, index: int, work: Work, sampled: Timed, scores: Sequence[Score]) -> bool:
         stamp = Stamp(
             run_id=self._run.run_id,
             producer_id=self._producer_id,
@@ -387,7 +447,7 @@ class ProduceLoop:
             model=self._model,
             logprob_dtype=self._run.producer.logprob_dtype,
         )
-        group = rollout.group(index, work, prompt_ids, sampled, scores, stamp, self._sequence)
+        group = rollout.group(index, work, sampled, scores, stamp, self._sequence)
         if not self._publisher.publish(group):
             self._window.give_up(1)
             return False
@@ -395,8 +455,8 @@ class ProduceLoop:
         self._sequence += len(group)
         return True
 
-    def _score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        scores = self._with.scorer.score(rollout.to_score(self._with.tokenizer, prompts, completions))
+    def _score(self, prompts: Sequence[Made], completions: Sequence[Completion]) -> list[Score]:
+        scores = self._with.scorer.score(rollout.to_score(self._tokenizer, prompts, completions))
         for score in scores:
             self._metrics.scorings.labels(self._metrics.run_id, self._metrics.producer_id, score.outcome).inc()
         self._metrics.reward_mean.set(sum(score.reward for score in scores) / len(scores))
@@ -407,6 +467,9 @@ class ProduceLoop:
         self._metrics.tokens.inc(tokens)
         self._tokens += tokens
         return scores
+
+    def _count_left_out(self, prompt: LeftOut) -> None:
+        self._metrics.prompts_left_out.labels(self._metrics.run_id, self._metrics.producer_id, prompt.reason).inc()
 
     def _status(self, sequence: int, leaving: bool) -> Heartbeat:
         announced = self._listener.state.announcement
@@ -436,6 +499,7 @@ class ProduceLoop:
             leaving=leaving,
             metrics_url=self._metrics_url,
             created=self._clock(),
+            agreement=self._agreement,
         )
 
     def _say(self, state: str) -> None:
@@ -467,6 +531,7 @@ class ProduceLoop:
         self._listener.close()
         if self._requests is not None:
             self._requests.close()
+        self._prompts.close()
         self._heartbeat.close()
         left = self._with.producer.flush(_LEAVE_S)
         if left:

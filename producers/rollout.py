@@ -1,4 +1,4 @@
-"""One engine call's worth of groups, piece by piece: prompts to tokens, completions to texts, both and scores to trajectories.
+"""One engine call's worth of groups, piece by piece: prompts to rows, completions to texts, both and scores to trajectories.
 
 Refuses to sample, score, publish or count: loops do that with these pieces, `echo-produce`'s as well as one in one process.
 """
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echo import sequential, trajectory
-from echo.config import RunConfig, SamplingConfig
+from echo import trajectory
+from echo.config import SamplingConfig
 from echo.control import Request
-from echo.errors import TaskError
 from echo.trajectory import Sampling, Trajectory
 from producers.collaborators import Tokenizer
 from producers.engines.base import Completion
-from producers.tasks.base import Prompt, Score, Task
+from producers.prompts import Made
+from producers.tasks.base import Score
 
 
 class Work(NamedTuple):
     """Groups to sample in one engine call: a prompt and an id for each, and how to draw."""
 
-    prompts: list[Prompt]
+    prompts: Sequence[Made]
     group_ids: Sequence[str]
     sampling: Sampling
 
@@ -46,11 +46,9 @@ class Timed(NamedTuple):
     finished_at: float
 
 
-def requested(request: Request, run: RunConfig, task: Task) -> Work:
-    """What a request asks for: prompts and seed follow from it alone, whoever answers."""
-    first, seed = request.first_prompt, sequential.prompt_seed(run.task.seed)
-    prompts = [task.prompt(seed, index) for index in range(first, first + len(request.group_ids))]
-    return Work(prompts, request.group_ids, sampling_of(run.sampling, request.seed))
+def requested(request: Request, config: SamplingConfig, prompts: Sequence[Made]) -> Work:
+    """What a request asks for, with the prompts of its places: all of it follows from the request alone, whoever answers."""
+    return Work(prompts, request.group_ids, sampling_of(config, request.seed))
 
 
 def sampling_of(config: SamplingConfig, seed: int) -> Sampling:
@@ -60,35 +58,23 @@ def sampling_of(config: SamplingConfig, seed: int) -> Sampling:
     )
 
 
-def tokenise(task: Task, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of each prompt. Raises TaskError where a prompt has none."""
-    found = []
-    for prompt in prompts:
-        token_ids = tokenizer.encode(prompt.text)
-        if not token_ids:
-            raise TaskError(f"task {task.name}: prompt {prompt.prompt_id} has no tokens")
-        found.append(token_ids)
-    return found
-
-
-def repeated(token_ids: Sequence[Sequence[int]], group_size: int) -> list[Sequence[int]]:
-    """What the engine is called with: every prompt `group_size` times in a row."""
-    return [ids for ids in token_ids for _ in range(group_size)]
+def repeated(prompts: Sequence[Made], group_size: int) -> list[Sequence[int]]:
+    """What the engine is called with: every prompt's token ids `group_size` times in a row."""
+    return [made.token_ids for made in prompts for _ in range(group_size)]
 
 
 def to_score(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    tokenizer: Tokenizer, prompts: Sequence[Made], completions: Sequence[Completion]
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """What the scorer is asked: each completion as text, with its prompt's reference."""
     size = len(completions) // len(prompts)
     texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
-    return [(text, prompts[number // size].reference) for number, text in enumerate(texts)]
+    return [(text, prompts[number // size].prompt.reference) for number, text in enumerate(texts)]
 
 
 def group(
     number: int,
     work: Work,
-    prompt_ids: Sequence[int],
     sampled: Timed,
     scores: Sequence[Score],
     stamp: Stamp,
@@ -97,8 +83,8 @@ def group(
     """The members of the work's `number`-th group. first_sequence: the first member's sequence number."""
     size = len(sampled.completions) // len(work.prompts)
     members = slice(number * size, (number + 1) * size)
-    prompt = work.prompts[number]
-    ids = np.asarray(prompt_ids, dtype=np.int32)
+    prompt, token_ids = work.prompts[number]
+    ids = np.asarray(token_ids, dtype=np.int32)
     found = []
     for index, (completion, score) in enumerate(zip(sampled.completions[members], scores[members], strict=True)):
         sequence_number = first_sequence + index

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple, cast
 import structlog
 import torch
 import typer
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -56,7 +57,7 @@ def make_tiny_policy(run: RunConfig, out: Path, seed: int, *, until: float = 0.1
 
     Raises TaskError where the task's prompts name no answer as text or leave no room for completions, where its scorer
     does not take answers as this policy writes them, or where the share is not reached within `most_steps`; ConfigError where
-    `out` holds a model.
+    `out` holds a model or can't be written.
     """
     if (out / "config.json").exists():
         raise ConfigError(f"{out} holds a model already: choose another --out")
@@ -68,9 +69,12 @@ def make_tiny_policy(run: RunConfig, out: Path, seed: int, *, until: float = 0.1
     examples = _examples(task, tokenizer, run, seed)
     warm_up = _warm_up(model, tokenizer, examples, run, seed, until, most_steps)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "warm_up.json").write_text(json.dumps(warm_up._asdict(), indent=2) + "\n")
+    try:
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        (out / "warm_up.json").write_text(json.dumps(warm_up._asdict(), indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{out} can't be written: {error}: free space there, remove it, or choose another --out") from None
     return warm_up
 
 

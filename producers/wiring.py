@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from echo.addresses import is_loopback, is_wildcard
+from echo.agreement import model_files
 from echo.config import RunConfig, WeightsConfig
 from echo.errors import ConfigError
 from echo.http_server import Tls
@@ -42,6 +43,8 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop, metrics: Prod
 
     Raises ConfigError, BrokerError, TopicError, TaskError, EngineError.
     """
+    from transformers.utils.hub import cached_file
+
     client_id = f"echo-produce-{run.run_id}-{producer_id}"
     with ExitStack() as opened:
         task = make_task(run.task)
@@ -88,6 +91,7 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop, metrics: Prod
             tokenizer=tokenizer,
             task=task,
             scorer=scorer,
+            model=model_files(run.model.path, cached_file),
         )
 
 

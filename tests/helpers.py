@@ -6,7 +6,9 @@
 Refuses to be clever: what is not overridden is constant or derived from the lengths.
 """
 
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -83,3 +85,14 @@ def make_group(
             values |= members[index]
         found.append(Member(partition, first_offset + index, make_trajectory(**values)))
     return Group(name, tuple(found))
+
+
+@contextmanager
+def full_disk(nbytes: int) -> Iterator[None]:
+    """The kernel refuses to let any file grow beyond so many bytes, in the middle of a write, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

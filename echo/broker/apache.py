@@ -242,8 +242,7 @@ class _Folder:
         chosen = free_ports(2 * nodes, wanted)
         self.cluster.ports = list(zip(chosen[:nodes], chosen[nodes:], strict=True))
 
-    def prepare(self) -> None:
-        """Write the settings, and format what was never formatted."""
+    def _write_settings(self) -> None:
         beside = self.path / "cluster.json.new"
         beside.write_bytes(msgspec.json.encode(self.cluster))
         beside.replace(self.path / "cluster.json")
@@ -253,6 +252,13 @@ class _Folder:
             settings = {**self._settings(number), **self._overrides}
             text = "".join(f"{name}={value}\n" for name, value in settings.items())
             (self._node(number) / "server.properties").write_text(text)
+
+    def prepare(self) -> None:
+        """Write the settings, and format what was never formatted."""
+        try:
+            self._write_settings()
+        except OSError as error:
+            raise BrokerError(f"data folder {self.path}: {error.strerror}: free space there, or choose another one") from None
         # Kafka writes meta.properties last when it formats.
         new = [number for number in self.numbers if not (self._node(number) / "data" / "meta.properties").exists()]
         for number, run in [(number, self._start_format(number)) for number in new]:

@@ -46,7 +46,11 @@ class GuardedProcess:
         self.log = log
         self._stop_s = stop_s
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(int(stop_signal)), str(stop_s), *program]
-        with log.open("ab") as output:
+        try:
+            output = log.open("ab")
+        except OSError as error:
+            raise BrokerError(f"the log {log} of {name} can't be written: {error.strerror}: choose another folder") from None
+        with output:
             self._log_start = output.tell()
             self._guard = subprocess.Popen(
                 command,

@@ -8,6 +8,12 @@ Exit status: 0 after Ctrl-C or SIGTERM, 1 where the broker can't be started or h
 Refuses to listen anywhere but on the loopback interface: it is for development and tests.
 """
 
+from echo.stopping import catch_early
+
+if __name__ == "__main__":
+    # What is imported below takes a good part of a second.
+    catch_early()
+
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +48,9 @@ def run(
         if nodes != 1 and plan.kind != "apache":
             raise typer.BadParameter("three nodes need Apache Kafka: --apache HOME, or KAFKA_HOME", param_hint="--nodes")
         typer.echo(plan.describe())
+        if stop.is_set():
+            typer.echo("stopped before the broker was started")
+            return
         with start_broker(plan, data_dir=data, nodes=nodes, port=port, heap_mib=heap) as broker:
             typer.echo(f"bootstrap.servers={broker.bootstrap_servers} (cluster {broker.cluster_id})")
             typer.echo(f"In the run file:\n\nbroker:\n  settings:\n    bootstrap.servers: {broker.bootstrap_servers}\n")

@@ -12,6 +12,12 @@ producers and a trainer, and ends by itself. Refuses to leave a process behind. 
 Ctrl-C, 2 where an argument is wrong, 1 for every other failure.
 """
 
+from echo.stopping import catch_early
+
+if __name__ == "__main__":
+    # What is imported below takes a good part of a second.
+    catch_early()
+
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -58,6 +64,9 @@ def demo(
 
     configure_logging(level="warning")
     stop = StopSignal().install()
+    if stop.is_set():
+        typer.echo("stopped before anything was started")
+        raise typer.Exit(130)
     console = Console(highlight=False)
     folder = (out or Path("echo-demo-out") / time.strftime("%Y%m%d-%H%M%S")).resolve()
     said_at = float("-inf")

@@ -8,6 +8,14 @@ STORE is a run file or the folder itself. Refuses to serve beyond loopback witho
 environment variable ECHO_WEIGHTS_TOKEN or the run file, never from an argument, which everybody on the host could read.
 """
 
+import sys
+
+from echo.stopping import catch_early
+
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    # What is imported below takes a good part of a second. The other commands are ended by the first signal.
+    catch_early()
+
 import errno
 import json
 import os

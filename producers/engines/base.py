@@ -43,6 +43,35 @@ class Completion(NamedTuple):
     finish_reason: str
 
 
+class Limits(NamedTuple):
+    """What an engine's model takes: tokens of prompt and completion together, and token ids below `vocabulary`; None: any."""
+
+    positions: int | None = None
+    vocabulary: int | None = None
+
+
+class Unfit(NamedTuple):
+    """Why a prompt can't be sampled from. reason: empty, unknown_token or too_long. why: goes after the prompt's name."""
+
+    reason: str
+    why: str
+
+
+def unfit(token_ids: Sequence[int], max_tokens: int, limits: Limits) -> Unfit | None:
+    """What is wrong with a prompt for completions of `max_tokens` tokens; None if nothing is."""
+    if not token_ids:
+        return Unfit("empty", "has no tokens")
+    if min(token_ids) < 0 or (limits.vocabulary is not None and max(token_ids) >= limits.vocabulary):
+        return Unfit("unknown_token", f"has a token outside the vocabulary of {limits.vocabulary}")
+    if limits.positions is not None and len(token_ids) + max_tokens > limits.positions:
+        return Unfit(
+            "too_long",
+            f"has {len(token_ids)} tokens; with max_tokens {max_tokens} that is beyond the model's {limits.positions} positions"
+            ": lower sampling.max_tokens, or give the task shorter prompts",
+        )
+    return None
+
+
 TakePolicy = Callable[[], Policy | None]
 
 
@@ -51,6 +80,9 @@ class Engine(Protocol):
 
     identity: str
     """Name and version, like "transformers 5.19.0"; goes into every record."""
+
+    limits: Limits
+    """Prompts beyond them are left out before they get here."""
 
     @property
     def policy_version(self) -> int:
@@ -70,7 +102,7 @@ class Engine(Protocol):
 
         take_policy: asked at the engine's safe points; what it returns is loaded in mid-generation, and the tokens after
         it carry the new version in their spans. `sampling.seed` makes the whole call reproducible.
-        Raises EngineError.
+        Raises EngineError, for a prompt that is `unfit`, too.
         """
 
     def close(self) -> None: ...

@@ -25,7 +25,7 @@ from echo.model_path import check_model_path, unloadable
 from echo.trajectory import Sampling
 from echo.weights import canary
 from producers.engines import loading
-from producers.engines.base import Completion, Policy, TakePolicy
+from producers.engines.base import Completion, Limits, Policy, TakePolicy, unfit
 from producers.params import Params, validate
 
 log = structlog.get_logger("engine")
@@ -85,7 +85,7 @@ class TransformersEngine:
         self._model.eval()
         self._end_ids = torch.tensor(_end_ids(model, config), dtype=torch.long, device=self._device)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.limits = Limits(getattr(config.get_text_config(), "max_position_embeddings", None), self._vocabulary)
         self._dtype = dtype
         self._version = -1
         # Its host tensors, to go back to where the next one is refused.
@@ -224,15 +224,9 @@ class TransformersEngine:
         if sampling.logprob_mode != "processed":
             raise EngineError(f"logprob_mode {sampling.logprob_mode!r}: this engine records processed logprobs")
         for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise EngineError(f"prompt {index} is empty")
-            if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-                raise EngineError(f"prompt {index} has a token outside the vocabulary of {self._vocabulary}")
-            if self._positions is not None and len(prompt) + sampling.max_tokens > self._positions:
-                raise EngineError(
-                    f"prompt {index} has {len(prompt)} tokens; with max_tokens {sampling.max_tokens} that is beyond"
-                    f" the model's {self._positions} positions: lower sampling.max_tokens, or give the task shorter prompts"
-                )
+            problem = unfit(prompt, sampling.max_tokens, self.limits)
+            if problem is not None:
+                raise EngineError(f"prompt {index} {problem.why}")
 
 
 class _Row:

@@ -34,7 +34,27 @@ class Task(Protocol):
     scorer_params: Mapping[str, Any]
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
-        """An endless stream, the same for the same seed."""
+        """An endless stream, the same for the same seed.
+
+        Where an item gives no prompt it raises, and gives the next one when it is asked again (`IndexedStream` does; a
+        generator ends when it raises).
+        """
 
     def prompt(self, seed: int, index: int) -> Prompt:
-        """The prompt at an index (from 0) of that stream, without a walk through all before it."""
+        """The prompt at an index (from 0) of that stream, without a walk through all before it; it raises where that does."""
+
+
+class IndexedStream:
+    """The stream of a task whose prompts are found by their index: an item that raises does not end it."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self._task = task
+        self._seed = seed
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        index, self._next = self._next, self._next + 1
+        return self._task.prompt(self._seed, index)

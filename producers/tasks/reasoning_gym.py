@@ -8,7 +8,6 @@ Refuses to score in this process: some of the verifiers execute the answer. `sco
 """
 
 import functools
-import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from reasoning_gym.utils import extract_answer
 
 from echo.errors import ConfigError, TaskError
 from producers.params import Params, nearest, validate
-from producers.tasks.base import Prompt
+from producers.tasks.base import IndexedStream, Prompt
 
 # Some data sets prepare all of their items at once, so an endless stream is made of short sets with seeds of their own.
 _ITEMS_PER_SEED = 500
@@ -83,7 +82,7 @@ class ReasoningGym:
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """An endless stream, the same for the same seed."""
-        return (self.prompt(seed, index) for index in itertools.count())
+        return IndexedStream(self, seed)
 
     def prompt(self, seed: int, index: int) -> Prompt:
         """The prompt at an index of that stream. Raises TaskError where the data set has none there."""

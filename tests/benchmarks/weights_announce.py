@@ -132,7 +132,7 @@ def _one(
     tensors: list[HostTensor],
 ) -> tuple[float, float]:
     """Seconds to serving, and those of them until the announcement was out."""
-    announcement = publisher.publish(step=step, tensors=tensors, grants=lambda sequence: {})
+    announcement = publisher.announce(publisher.store(step=step, tensors=tensors), grants=lambda sequence: {})
     announced = time.time()
     deadline = time.monotonic() + DEADLINE_S
     with listener.changed:

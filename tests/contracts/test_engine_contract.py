@@ -192,7 +192,7 @@ def test_a_version_is_never_reused_and_never_goes_back(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("prompts", "sampling", "word"),
     [
-        ([[3], []], Sampling(max_tokens=4), "empty"),
+        ([[3], []], Sampling(max_tokens=4), "no tokens"),
         ([[VOCABULARY]], Sampling(max_tokens=4), "vocabulary"),
         ([[3] * 10], Sampling(max_tokens=POSITIONS), "positions"),
         ([[3]], Sampling(max_tokens=4, temperature=0.0), "temperature"),

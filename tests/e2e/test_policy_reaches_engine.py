@@ -80,7 +80,8 @@ def test_the_engine_says_what_the_learner_says_after_every_version(
                 newest=-1,
             )
             for step in range(4):
-                version = publisher.publish(step=step, tensors=learner.host_tensors(), grants=lambda sequence: {}).version
+                stored = publisher.store(step=step, tensors=learner.host_tensors())
+                version = publisher.announce(stored, grants=lambda sequence: {}).version
                 policy = eventually(puller.take_policy, f"version {version} pulled ({puller.last_error})")
                 engine.load(policy)
                 assert engine.policy_version == version == step

@@ -75,7 +75,8 @@ class Swarm:
 
     def announce(self, grants: dict[str, Grant] | None = None) -> None:
         data = memoryview(os.urandom(20_000))
-        self._publisher.publish(step=0, tensors=[HostTensor("w", "U8", (20_000,), data)], grants=lambda _: grants or {})
+        stored = self._publisher.store(step=0, tensors=[HostTensor("w", "U8", (20_000,), data)])
+        self._publisher.announce(stored, grants=lambda _: grants or {})
 
     def end(self) -> None:
         self._publisher.end(step=1, reason="all steps done")
@@ -212,6 +213,17 @@ def test_a_heartbeat_thread_that_dies_ends_it_with_status_1_and_is_named(swarm: 
         "echo-produce: error: heartbeat died of an error in Echo itself (ZeroDivisionError: injected): see its traceback above"
     )
     assert "Traceback (most recent call last)" in swarm.output()
+
+
+def test_a_task_that_gives_nothing_usable_is_one_line_and_status_1(swarm: Swarm) -> None:
+    swarm.start(BROKEN_TASK="1")
+    assert swarm.exit_status() == 1
+    assert "Traceback" not in swarm.output()
+    last = swarm.output().splitlines()[-1]
+    assert last.startswith(
+        "echo-produce: error: prompts ended: task count: 10 prompts in a row can't be used, the last of them is"
+    )
+    assert last.endswith("FileNotFoundError: [Errno 2] No such file or directory: 'shard-9.jsonl'")
 
 
 def test_a_topic_that_is_missing_is_one_line_and_status_1(swarm: Swarm) -> None:

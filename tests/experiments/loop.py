@@ -28,10 +28,11 @@ from consumers.groups import Group, Member
 from consumers.learner import Learner
 from consumers.step import StepStats
 from echo.config import RunConfig
-from echo.sequential import calls_of_step, mix_seed, prompt_seed, requested_group
+from echo.sequential import calls_of_step, mix_seed, requested_group
 from producers import rollout
 from producers.engines.base import Completion, Engine, Policy
 from producers.engines.registry import make_engine
+from producers.prompts import Made, PromptMaker
 from producers.rollout import Stamp, Timed, Work
 from producers.tasks.base import Score
 from producers.tasks.registry import make_task
@@ -84,6 +85,7 @@ class Sampler:
         self._scorer = ScorerPool(self._task, timeout_s=limits.scorer_timeout_s, memory_mib=limits.scorer_memory_mib)
         self._tokenizer = load_tokenizer(run.model.path, chat=False)
         self._engine, self._judge = make_engine(run), make_engine(run)
+        self._maker = PromptMaker(self._task, self._tokenizer, limits=self._engine.limits, max_tokens=run.sampling.max_tokens)
         self._stamp = Stamp(
             run.run_id, LOOP, LOOP, self._task.name, self._engine.identity, run.model.path, run.producer.logprob_dtype
         )
@@ -98,17 +100,17 @@ class Sampler:
         """The groups of a step in the order of their prompts, sampled by `policy`, whose versions never go back."""
         if policy.version > self._engine.policy_version:
             self._engine.load(policy)
-        run, seed, groups = self._run, prompt_seed(self._run.task.seed), []
+        run, groups = self._run, []
         for call in calls_of_step(
             step, groups_per_step=run.batch.groups_per_step, groups_per_call=run.producer.groups_per_call, seed=run.seed
         ):
-            prompts = [self._task.prompt(seed, index) for index in call.prompts]
+            prompts = list(self._maker.asked(run.task.seed, call.prompts))
             ids = [requested_group(run.run_id, policy.version, index) for index in call.prompts]
             work = Work(prompts, ids, rollout.sampling_of(run.sampling, call.seed))
-            token_ids, completions, scores = self._sample(self._engine, work, run.sampling.group_size)
+            completions, scores = self._sample(self._engine, work, run.sampling.group_size)
             for number, group_id in enumerate(ids):
                 sampled = Timed(completions, 0.0, 0.0)
-                records = rollout.group(number, work, token_ids[number], sampled, scores, self._stamp, self._records)
+                records = rollout.group(number, work, sampled, scores, self._stamp, self._records)
                 groups.append(Group(group_id, tuple(Member(0, record.sequence_number, record) for record in records)))
                 self._records += len(records)
         return groups
@@ -118,16 +120,16 @@ class Sampler:
         self._judge.load(policy)
         seed = mix_seed("judge", self._run.seed)
         first = policy.version * _CURVE_PROMPTS
-        asked = [self._task.prompt(seed, first + number) for number in range(prompts)]
+        judged = [self._task.prompt(seed, first + number) for number in range(prompts)]
+        asked = [Made(prompt, self._tokenizer.encode(prompt.text)) for prompt in judged]
         work = Work(asked, (), rollout.sampling_of(self._run.sampling, mix_seed(seed, policy.version)))
-        _, _, scores = self._sample(self._judge, work, 1)
+        _, scores = self._sample(self._judge, work, 1)
         return float(np.mean([score.reward for score in scores]))
 
-    def _sample(self, engine: Engine, work: Work, group_size: int) -> tuple[list[list[int]], list[Completion], list[Score]]:
-        token_ids = rollout.tokenise(self._task, self._tokenizer, work.prompts)
-        completions = engine.generate(rollout.repeated(token_ids, group_size), work.sampling)
+    def _sample(self, engine: Engine, work: Work, group_size: int) -> tuple[list[Completion], list[Score]]:
+        completions = engine.generate(rollout.repeated(work.prompts, group_size), work.sampling)
         scores = self._scorer.score(rollout.to_score(self._tokenizer, work.prompts, completions))
-        return token_ids, completions, scores
+        return completions, scores
 
 
 @contextmanager

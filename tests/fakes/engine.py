@@ -4,7 +4,6 @@ The engine keeps the contract of `producers.engines.base`: it asks for a policy 
 A test may stop it at a token (`before_token`), and may make it refuse versions or break of them.
 """
 
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +12,9 @@ from typing import Any, NamedTuple
 from echo.errors import EngineError, PullCancelled, WeightsError
 from echo.trajectory import Sampling
 from echo.weights.manifest import HostTensor, Manifest
-from producers.engines.base import Completion, Policy, TakePolicy
+from producers.engines.base import Completion, Limits, Policy, TakePolicy
 from producers.fetch import Pulled
-from producers.tasks.base import Prompt, Score
+from producers.tasks.base import IndexedStream, Prompt, Score
 
 
 class FakeEngine:
@@ -23,7 +22,10 @@ class FakeEngine:
 
     identity = "fake 1.0"
 
-    def __init__(self, *, tokens: int = 3, before_token: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, *, tokens: int = 3, before_token: Callable[[int], None] | None = None, limits: Limits | None = None
+    ) -> None:
+        self.limits = limits or Limits()
         self._tokens = tokens
         self._before_token = before_token or (lambda index: None)
         self._version = -1
@@ -89,7 +91,7 @@ class FakeTask:
     scorer_params: Mapping[str, Any] = {}
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
-        return (self.prompt(seed, index) for index in itertools.count())
+        return IndexedStream(self, seed)
 
     def prompt(self, seed: int, index: int) -> Prompt:
         number = random.Random(seed).randrange(10**6) + index

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 
 from consumers import checkpoint
 from consumers.checkpoint import META, TENSORS, CheckpointStore
-from echo.errors import CheckpointError
+from echo.errors import CheckpointError, StoppedError
+from tests.helpers import full_disk
 
 READER = {"frontier": {"0": 12, "1": 7}, "resolved": {"0": [[14, 16], [20, 21]]}}
 
@@ -153,7 +154,7 @@ def test_a_folder_is_held_by_one_trainer_at_a_time(tmp_path):
 def test_a_stop_ends_the_wait_for_a_folder(tmp_path):
     store = CheckpointStore(tmp_path, "run-1", keep=2)
     with store.held(stopping=lambda: False, waiting_s=30):
-        with pytest.raises(CheckpointError, match=rf"stopped while waiting.*process {os.getpid()}"):
+        with pytest.raises(StoppedError, match=rf"stopped while waiting.*process {os.getpid()}"):
             with store.held(stopping=lambda: True, waiting_s=30):
                 raise AssertionError("it was held twice")
 
@@ -231,6 +232,21 @@ def test_a_disk_that_refuses_is_a_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"step-0000002: can't be written"):
         save(blocked, 2)
     assert_is_step(store.newest(), 1)
+
+
+def test_a_full_disk_is_one_error_and_the_checkpoint_before_stands(tmp_path):
+    store = CheckpointStore(tmp_path, "run-1", keep=2)
+    save(store, 1)
+    size = (tmp_path / "step-0000001" / "state.safetensors").stat().st_size
+    with full_disk(size - 1), pytest.raises(CheckpointError, match=r"step-0000002: can't be written: .*free space on its disk"):
+        save(store, 2)
+    assert names(tmp_path) == ["step-0000001"]
+    assert_is_step(store.newest(), 1)
+
+
+def test_a_folder_is_held_on_a_full_disk_too(tmp_path):
+    with full_disk(0), CheckpointStore(tmp_path, "run-1", keep=2).held(stopping=lambda: False, waiting_s=1):
+        assert (tmp_path / ".lock").exists()
 
 
 def _save_for_ever(folder: str, first: int, reports: Connection) -> None:

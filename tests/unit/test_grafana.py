@@ -148,6 +148,7 @@ def test_names_are_those_of_an_exposition() -> None:
     metrics.pull_bytes.labels("r", "p", "origin").inc()
     metrics.phase_seconds.labels("r", "p", "wait").inc()
     metrics.scorings.labels("r", "p", "ok").inc()
+    metrics.prompts_left_out.labels("r", "p", "too_long").inc()
     names = promql.names_of(generate_latest(registry).decode())
     of_producers = {name for name in promql.metrics_in(BOARD) if name.startswith("echo_produce_")}
     assert of_producers - names == set()

@@ -4,7 +4,7 @@ import pytest
 
 from echo import preflight
 from echo.config import RunConfig
-from echo.errors import BrokerError, ConfigError
+from echo.errors import BrokerError, ConfigError, StoppedError
 from echo.preflight import check_cluster
 
 
@@ -29,7 +29,7 @@ def test_a_broker_that_does_not_answer_is_an_error_that_names_the_whole_wait(
 
 def test_a_stop_ends_the_wait() -> None:
     run = make_run(3600.0, **{"bootstrap.servers": "127.0.0.1:1"})
-    with pytest.raises(BrokerError, match="is the broker up"):
+    with pytest.raises(StoppedError, match="is the broker up"):
         check_cluster(run, client_id="test", stopping=lambda: True)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from echo.trajectory import Trajectory, incarnation_of
 from producers.collaborators import Collaborators
 from producers.fetch import PullClient
 from producers.produce import ProduceLoop
+from producers.tasks.base import Task
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine, FakeScorer, FakeTask, FakeTokenizer, FakeWeights
 from tests.fakes.log import FakeLog, FakeProducer, FakeReader
@@ -79,7 +80,8 @@ class MoodyProducer(FakeProducer):
 class Harness:
     """A loop in a thread, and both ends of everything around it.
 
-    puller: pulls instead of the fake `weights`. stop: asks for the end.
+    puller: pulls instead of the fake `weights`. stop: asks for the end. task: gives the prompts. model: digests of
+    the model's files.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Harness:
         run: Any = None,
         puller: PullClient | None = None,
         stop: threading.Event | None = None,
+        task: Task | None = None,
+        model: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> None:
         self.run = RunConfig.model_validate(
@@ -120,8 +124,9 @@ class Harness:
             weights=puller if puller is not None else self.weights,
             engine=self.engine,
             tokenizer=FakeTokenizer(),
-            task=FakeTask(),
+            task=task if task is not None else FakeTask(),
             scorer=self.scorer,
+            model=model or {},
         )
         self.loop = ProduceLoop(self.run, "p0", made, metrics=self.metrics, stop=self.stop, metrics_url="http://m")
         self.me = self.loop.incarnation

@@ -1,5 +1,6 @@
 """The trainer's loop on a log in memory, with a real learner: what is trained, checkpointed, announced, and said."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.topic_spec import TopicNames
 from tests.fakes.log import FakeGroupOffsets, FakeLog, FakeProducer, FakeReader, FakeTransactions
-from tests.helpers import RUN_ID, make_group, make_trajectory
+from tests.helpers import RUN_ID, full_disk, make_group, make_trajectory
 from tests.unit.test_learner import make_model
 
 NAMES = TopicNames.with_prefix("")
@@ -152,6 +153,38 @@ def test_steps_after_the_checkpoint_are_done_again_after_a_crash(model_path: str
     run = make_run(model_path, tmp_path, steps=4)
     train(run, cluster)
     assert cluster.counts(run) == report.Counts(8 * GROUP, 8 * GROUP, {}, 0, 0, 5)
+
+
+@pytest.mark.parametrize("what", ["journal", "checkpoint"])
+def test_a_full_disk_ends_the_trainer_with_one_error_and_a_restart_does_the_rest(
+    model_path: str, tmp_path: Path, what: str
+) -> None:
+    """Step 3's line, or the checkpoint after step 4, finds the disk full. Later there is room again."""
+    cluster = Cluster()
+    cluster.sample(range(10))
+    run = make_run(model_path, tmp_path, steps=5)
+    metrics = TrainerMetrics(RUN_ID, CollectorRegistry())
+    with trainer_of(run, cluster.clients, metrics=metrics, stop=StopSignal()) as trainer:
+        append, save = trainer._journal.append, trainer._checkpoints.save
+
+        def append_full(line: Any) -> None:
+            with full_disk(trainer._journal.path.stat().st_size + 100) if trainer.step == 3 else nullcontext():
+                append(line)
+
+        def save_full(step: int, *arguments: Any, **options: Any) -> Any:
+            with full_disk(1000) if step == 4 else nullcontext():
+                return save(step, *arguments, **options)
+
+        if what == "journal":
+            trainer._journal.append = append_full  # type: ignore[method-assign]
+        else:
+            trainer._checkpoints.save = save_full  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match=r"can't be written: .*free space on its disk"):
+            trainer.run()
+    list(journal.read(run.checkpoint.dir / journal.FILE_NAME))
+    train(run, cluster)
+    counts = cluster.counts(run)
+    assert (counts.produced, counts.trained, counts.pending) == (10 * GROUP, 10 * GROUP, 0)
 
 
 def test_a_second_trainer_fences_the_first(model_path: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from echo.weights import manifest as manifests
 from echo.weights import writing
 from echo.weights.manifest import DTYPE_BYTES, HostTensor
 from echo.weights.store import Published, WeightStore
+from tests.helpers import full_disk
 
 KIB = 1024
 
@@ -431,13 +431,9 @@ def test_memory_is_bounded_when_tensors_are_generated(store: WeightStore, monkey
 def test_a_write_that_fails_publishes_nothing(store: WeightStore) -> None:
     """The file system refuses in the middle of a chunk: a retriable error names the place, the old version stays whole."""
     publish(store, 0, [tensor("a", 1)])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
-    try:
-        with pytest.raises(WeightsError, match=r"File too large: version 1 of run 'run' is not published") as caught:
-            store.publish("run", 1, 1, [tensor("b", 2, 256 * KIB)], chunk_bytes=128 * KIB, keep=2, created=1.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = pytest.raises(WeightsError, match=r"File too large: version 1 of run 'run' is not published")
+    with full_disk(64 * KIB), refused as caught:
+        store.publish("run", 1, 1, [tensor("b", 2, 256 * KIB)], chunk_bytes=128 * KIB, keep=2, created=1.0)
     assert caught.value.retriable
     assert (store.versions("run"), store.verify(), litter(store)) == ([0], [], [])
     assert chunk_files(store) == named_chunks(store)
