@@ -12,7 +12,7 @@ from echo.staleness import grant_windows
 
 # A rate is taken over at least so much busy time; a shorter interval holds one batch or none and says little.
 _RATE_OVER_S = 2.0
-# Records that were acknowledged so long ago are read by now, where reading does nothing but wait.
+# Records that were acknowledged so long ago are read by now, if the reader does nothing but wait.
 _SETTLED_S = 5.0
 # Weight of the newest interval in the throughput estimate: half of an old rate is forgotten after about two intervals.
 _SMOOTHING = 0.3

@@ -29,7 +29,7 @@ from echo.trajectory import Trajectory, incarnation_of
 
 # Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 25 MB.
 _REMEMBERED_GROUPS = 100_000
-# Of these, so many go into a checkpoint: the newest that lack members. A group's members share a partition (two, where the
+# Of these, so many go into a checkpoint: the newest that lack members. A group's members share a partition (two, if the
 # topic got more of them meanwhile) and are written one soon after the other, so few are ever between two of them; what lacks
 # one for good (it was unreadable, its producer died) must not pile up. At most 1 MB.
 _CHECKPOINTED_GROUPS = 10_000

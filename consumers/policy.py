@@ -37,7 +37,7 @@ class ControlWriter:
     Thread safe: the trainer announces and asks, the fleet thread sends progress. What fails and may succeed later is sent
     again, for `deadline_s` at most or until `close`; all that comes after it waits, so that the order stays. A message may then
     stand in the log twice in a row.
-    waiting_s: how often such a wait speaks. check_topics: raises where a topic is gone: then there is nothing to wait for.
+    waiting_s: how often such a wait speaks. check_topics: raises if a topic is gone: then there is nothing to wait for.
     """
 
     def __init__(

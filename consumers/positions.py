@@ -1,6 +1,6 @@
 """Where a trainer begins to read, from its checkpoint and from what the log still holds. Pure.
 
-Never jumps over records in silence: what was deleted before it was read is an error, or counted as lost where the run says so.
+Never jumps over records in silence: what was deleted before it was read is an error, or counted as lost if the run allows it.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Beginning(NamedTuple):
     """What to do before the first read.
 
     state: the ledger's part of the checkpoint that still holds. losses: per partition, the first offset that the log holds, for
-    partitions that lost records. former: frontiers in a topic that was deleted since; None where it is the same topic.
+    partitions that lost records. former: frontiers in a topic that was deleted since; None if it is the same topic.
     """
 
     state: dict[str, Any]
@@ -46,7 +46,7 @@ def beginning(state: Mapping[str, Any], topic_id: str | None, now: TopicState, f
 
 
 def refuse_losses(found: Beginning, checkpoint: str, topic: str) -> None:
-    """Raises CheckpointError where records were deleted before they were read."""
+    """Raises CheckpointError if records were deleted before they were read."""
     if found.former is not None:
         raise CheckpointError(
             f"{checkpoint}: topic {topic} was deleted and made anew since; what it held is gone, and the checkpoint's offsets "

@@ -109,7 +109,7 @@ class LogReader(Protocol):
     def first_offsets(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
         """Asked of the brokers: the lowest offset that each partition still holds, its end where it holds nothing.
 
-        Raises BrokerError, retriable where no answer came in time.
+        Raises BrokerError, retriable if no answer came in time.
         """
 
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:

@@ -35,7 +35,7 @@ class Fate(NamedTuple):
 class Counts(NamedTuple):
     """Records of one run in the trajectories topic, by what became of them. produced = all the others together.
 
-    Offsets that the trainer counted as lost are among `dropped`. Of these nobody can say any more whose they were.
+    Offsets that the trainer counted as lost are among `dropped`: of which run they were is not known any more.
     """
 
     produced: int

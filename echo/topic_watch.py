@@ -64,7 +64,7 @@ class TopicWatch:
 
     ask: those of the named topics that exist (`LogAdmin.topics`). roles: which topics to look at, by the field of `names`.
     waiting_s: how often a topic that the run waits for is named.
-    Making one looks at the topics as they are now. Raises BrokerError where nobody answers, TopicError where one is missing.
+    Making one looks at the topics as they are now. Raises BrokerError without an answer, TopicError if one is missing.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TopicWatch:
         return self._known[topic].id
 
     def check(self, topic: str | None = None) -> None:
-        """Raise TopicError where a topic that the run rests on is lost (this one, or any): neither side can go on."""
+        """Raise TopicError if a topic that the run rests on is lost (this one, or any): neither side can go on."""
         for name, error in list(self._lost.items()):
             if topic in (None, name):
                 raise error
@@ -125,7 +125,7 @@ class TopicWatch:
         raise error
 
     def describe(self) -> str:
-        """Which topics are waited for, and what to do; "" where there is none."""
+        """Which topics are waited for, and what to do; "" if there is none."""
         absent = sorted(self._absent_since)
         if not absent:
             return ""

@@ -39,7 +39,7 @@ class Publisher:
 
     topic: where trajectories go. queue_bytes: bound of what is not acknowledged yet (one larger record may be alone in
     the queue). record_bytes: the largest record sent. waiting_s: how often a wait speaks. stopping: tells that a stop was
-    asked for; from then on a wait lasts `flush_timeout_s` at most. check_topic: raises where the topic is gone: then
+    asked for; from then on a wait lasts `flush_timeout_s` at most. check_topic: raises if the topic is gone: then
     there is nothing to wait for.
     """
 

@@ -136,7 +136,7 @@ class ClientErrors:
 
     @property
     def last(self) -> str:
-        """The last error, if it is recent: one that passed says nothing about a later wait."""
+        """The last error, if it is recent: one that passed does not explain a later wait."""
         return self._last if time.monotonic() - self._last_at <= _RECENT_S else ""
 
     def check(self, doing: str) -> None:

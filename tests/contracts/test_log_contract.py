@@ -105,7 +105,7 @@ class RealCluster:
         return KafkaLogAdmin(self._settings, client_id="test-admin")
 
 
-# Tansu adds no partitions, and panics where it is to delete records.
+# Tansu adds no partitions, and panics when it is to delete records.
 elastic = pytest.mark.parametrize(
     "cluster", ["fake", pytest.param("apache", marks=pytest.mark.kafka)], indirect=True, scope="function"
 )

@@ -1,4 +1,4 @@
-"""A producer while its topics change: it ends with the topic's name and the remedy, or goes on; it never waits in silence."""
+"""A producer while its topics change: it ends with the topic's name and the remedy, or resumes; it never waits in silence."""
 
 import threading
 import zlib

@@ -266,7 +266,7 @@ def test_versions_are_not_used_again_after_the_control_topic_was_made_anew(model
     assert cluster.counts(run).trained == 6 * GROUP
 
 
-def test_heartbeats_that_are_deleted_are_waited_for_aloud_and_heard_again(model_path: str, tmp_path: Path) -> None:
+def test_heartbeats_that_are_deleted_are_waited_for_aloud_and_received_again(model_path: str, tmp_path: Path) -> None:
     """Nothing that was learned is in them: `echo-topics apply` is all that it takes."""
     cluster = Cluster()
     stop = StopSignal()
