@@ -3,6 +3,7 @@
     echo-train run.yaml
     echo-train run.yaml learner.lr=1e-5 checkpoint.resume=never
     echo-train run.yaml --resume checkpoints/step-0000010
+    echo-train run.yaml --accept-lost
     echo-train run.yaml --replay 12
     echo-train run.yaml --dry-run
     accelerate launch --multi_gpu --num_processes 4 -m consumers.cli run.yaml
@@ -40,6 +41,13 @@ def train(
         str | None,
         typer.Option(metavar="auto|never|PATH", help="Over checkpoint.resume: newest checkpoint, none, or this folder."),
     ] = None,
+    accept_lost: Annotated[
+        bool,
+        typer.Option(
+            "--accept-lost",
+            help="Resume although records were deleted before they were read: they are counted as lost.",
+        ),
+    ] = False,
     replay: Annotated[
         int | None, typer.Option(metavar="STEP", min=1, help="Rebuild this step's batch from the log, compare, and exit.")
     ] = None,
@@ -56,6 +64,8 @@ def train(
         run = load(run_file, overrides or ())
         if resume is not None:
             run = _resuming(run, resume)
+        if accept_lost:
+            run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"accept_lost": True})})
         if dry_run:
             typer.echo(dump(run), nl=False)
             return

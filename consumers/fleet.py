@@ -12,6 +12,8 @@ from echo.staleness import grant_windows
 
 # A rate is taken over at least so much busy time; a shorter interval holds one batch or none and says little.
 _RATE_OVER_S = 2.0
+# Records that were acknowledged so long ago are read by now, if the reader does nothing but wait.
+_SETTLED_S = 5.0
 # Weight of the newest interval in the throughput estimate: half of an old rate is forgotten after about two intervals.
 _SMOOTHING = 0.3
 
@@ -46,6 +48,8 @@ class _Seen:
         self.at = now
         self.throughput = 0.0
         self.rate_from = heartbeat
+        # Since when it reports as many published groups as now.
+        self.published_at = now
         # Limits that we granted, by control message, and do not know to be in force or replaced yet.
         self.sent: dict[int, int] = {}
 
@@ -55,6 +59,8 @@ class _Seen:
         return max(heard.groups_started, heard.granted_limit, *self.sent.values())
 
     def replace(self, heartbeat: Heartbeat, now: float) -> None:
+        if heartbeat.groups_published != self.heartbeat.groups_published:
+            self.published_at = now
         self.heartbeat = heartbeat
         self.at = now
         # Of what was sent before the message in force nothing counts any more: the heartbeat tells what came of it.
@@ -86,6 +92,8 @@ class Fleet:
         # Former incarnations of those that came back under the same id.
         self._replaced: dict[str, _Seen] = {}
         self._resolved: Counter[str] = Counter(resolved or {})
+        # Groups that will never be read, since their records are gone: see `write_off`.
+        self._written_off: Counter[str] = Counter()
         self._given_up: dict[str, GivenUp] = {}
 
     def hear(self, heartbeat: Heartbeat) -> None:
@@ -124,6 +132,30 @@ class Fleet:
         """Groups of this incarnation have been trained, dropped or dead-lettered."""
         self._resolved[incarnation] += groups
 
+    def write_off(self, held: Mapping[str, int], idle_s: float) -> dict[str, int]:
+        """Count published groups that will never be read as resolved, so that their producers are not held back for ever.
+
+        held: groups that were read and wait to be trained, per incarnation. idle_s: for how long the whole log was read to its
+        end and held nothing new. What a producer had published before that was read, or is gone: deleted before a trainer that
+        started over could read it, or unreadable to its last member. Gives what was found anew.
+        """
+        self._bury()
+        now = self._clock()
+        found: dict[str, int] = {}
+        for name, seen in self._seen.items():
+            if min(idle_s, now - seen.published_at) < _SETTLED_S:
+                continue
+            gone = max(0, seen.heartbeat.groups_published - held.get(name, 0) - self._resolved[name])
+            if gone > self._written_off[name]:
+                found[name] = gone - self._written_off[name]
+            # Also fewer than before: some of them were late, and have come.
+            self._written_off[name] = gone
+        return found
+
+    def _done(self, name: str) -> int:
+        """Groups of an incarnation that hold no room any more."""
+        return self._resolved[name] + self._written_off[name]
+
     def take_given_up(self) -> dict[str, GivenUp]:
         """By request, what producers have said since the last call that they gave up; each heartbeat says it anew."""
         found, self._given_up = self._given_up, {}
@@ -139,7 +171,7 @@ class Fleet:
                 seen.heartbeat.serving,
                 seen.heartbeat.state,
                 seen.throughput,
-                max(0, seen.heartbeat.groups_started - self._resolved[incarnation]),
+                max(0, seen.heartbeat.groups_started - self._done(incarnation)),
                 seen.heartbeat.last_pull_error,
                 seen.heartbeat.sequence,
                 seen.heartbeat.requests_held,
@@ -158,14 +190,14 @@ class Fleet:
             return {}
         wanted = grant_windows(self._total_window, {name: seen.throughput for name, seen in self._seen.items()})
         # Groups that each can have outstanding by now, whatever we say next.
-        held = {name: max(0, seen.may_reach() - self._resolved[name]) for name, seen in self._seen.items()}
+        held = {name: max(0, seen.may_reach() - self._done(name)) for name, seen in self._seen.items()}
         free = max(0, self._total_window - sum(held.values()))
         growth = {name: window - held[name] for name, window in wanted.items() if window > held[name]}
         windows = dict(wanted)
         for name, more in sorted(growth.items()):
             share = min(more, free * more // sum(growth.values()))
             windows[name] = max(1, held[name] + share)
-        return {name: Grant(window=window, resolved=self._resolved[name]) for name, window in windows.items()}
+        return {name: Grant(window=window, resolved=self._done(name)) for name, window in windows.items()}
 
     def granted(self, sequence: int, grants: Mapping[str, Grant]) -> None:
         """These grants are sent now, in this control message."""
@@ -174,8 +206,8 @@ class Fleet:
                 self._seen[name].sent[sequence] = grant.resolved + grant.window
 
     def resolved(self) -> dict[str, int]:
-        """For a checkpoint: groups resolved per incarnation."""
-        return dict(self._resolved)
+        """For a checkpoint: groups resolved per incarnation, with those that were written off."""
+        return dict(self._resolved + self._written_off)
 
     def _bury(self) -> None:
         now = self._clock()

@@ -1,7 +1,8 @@
 """Hears heartbeats and keeps producers' grants current between announcements: a thread beside the trainer.
 
 Refuses to judge liveness from history: heartbeats that lay in the topic before this process read to its end say nothing
-about who lives now.
+about who lives now. A heartbeats topic that is deleted ends nothing: the listener waits for it, aloud, and reads it from its
+beginning once it is there again.
 """
 
 import threading
@@ -16,8 +17,9 @@ from echo import control
 from echo.agreement import differences
 from echo.background import Background
 from echo.control import Grant, Heartbeat
-from echo.errors import ControlError
-from echo.log import BEGINNING, LogReader
+from echo.errors import ControlError, NoSuchOffsetError, UnknownTopicError
+from echo.log import BEGINNING, LogReader, LogRecord
+from echo.waiting import Watch
 
 log = structlog.get_logger("fleet")
 
@@ -31,8 +33,11 @@ _REPEAT_EVERY_S = 5.0
 
 class FleetListener:
     """send_progress: sends a control message with the grants that it is given for its sequence number (`take_grants`); called
-    by this thread only, when grants changed, and every few seconds where they did not. agreement: what producers must have
-    alike (`echo.agreement`)."""
+    by this thread only, when grants changed, and every few seconds where they did not.
+
+    agreement: what producers must have alike (`echo.agreement`). partitions, topic_id: of the topic, as they are now; asked again
+    and again. waiting_s: how often a wait for it speaks.
+    """
 
     def __init__(
         self,
@@ -42,16 +47,25 @@ class FleetListener:
         topic: str,
         send_progress: Callable[[Callable[[int], Mapping[str, Grant]]], None],
         agreement: Mapping[str, str] = MappingProxyType({}),
+        partitions: Callable[[], int] = lambda: 1,
+        topic_id: Callable[[], str] = lambda: "",
+        waiting_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._reader = reader
-        self._topic = topic
+        self.topic = topic
         self._send_progress = send_progress
         self._agreement = agreement
         # Incarnations of which it was said that they don't agree.
         self._disagreeing: set[str] = set()
+        self._partitions = partitions
+        self._topic_id = topic_id
         self._clock = clock
+        self._assigned = 0
+        self._read_id = ""
+        self._lost = ""
+        self._watch = Watch(f"topic {topic}", lambda: self._lost, limit_s=waiting_s, clock=clock)
         self._lock = threading.Lock()
         self._sent: Mapping[str, Grant] = {}
         self._sent_at = float("-inf")
@@ -59,7 +73,7 @@ class FleetListener:
         self._listening = Background("fleet-listener", self._run)
 
     def start(self) -> None:
-        self._reader.assign({(self._topic, 0): BEGINNING})
+        self._begin()
         self._listening.start()
 
     def check(self) -> None:
@@ -69,6 +83,22 @@ class FleetListener:
     def close(self) -> None:
         self._listening.stop(30)
         self._reader.close()
+
+    @property
+    def last_error(self) -> str:
+        """Why heartbeats can't be read at the moment; "" when all is well."""
+        return self._lost or self._reader.last_error
+
+    def write_off(self, held: Mapping[str, int], idle_s: float) -> None:
+        """See `Fleet.write_off`: what was found is logged, and the next grants carry it."""
+        with self._lock:
+            found = self._fleet.write_off(held, idle_s)
+        for incarnation, groups in found.items():
+            log.warning(
+                "groups were published and are not in the log any more: they hold no room from now on",
+                producer=incarnation,
+                groups=groups,
+            )
 
     def alive(self) -> list[ProducerStatus]:
         with self._lock:
@@ -106,8 +136,30 @@ class FleetListener:
         while not self._listening.stopping.is_set():
             self._turn()
 
+    def _begin(self) -> None:
+        """Read the topic as it is now from its beginning."""
+        self._read_id, self._assigned = self._topic_id(), self._partitions()
+        self._current = False
+        self._reader.assign({(self.topic, number): BEGINNING for number in range(self._assigned)})
+
+    def _read(self) -> list[LogRecord]:
+        if (self._topic_id(), self._partitions()) != (self._read_id, self._assigned):
+            self._begin()
+        try:
+            records = self._reader.read(1000, _POLL_S)
+        except (UnknownTopicError, NoSuchOffsetError) as error:
+            self._lost = str(error)
+            self._watch.check()
+            self._listening.stopping.wait(_POLL_S)
+            self._begin()
+            return []
+        if records or self._reader.at_end():
+            self._lost = ""
+            self._watch.progress()
+        return records
+
     def _turn(self) -> None:
-        for record in self._reader.read(1000, _POLL_S):
+        for record in self._read():
             if not self._current:
                 continue
             try:

@@ -84,6 +84,10 @@ class Assembler:
         self.nbytes -= sum(member.trajectory.nbytes for member in found)
         return found
 
+    def ids(self) -> list[str]:
+        """The open groups' ids."""
+        return list(self._open)
+
     def open_groups(self) -> list[tuple[str, list[Member]]]:
         """Every open group with its members here."""
         return [(group_id, list(found.values())) for group_id, found in self._open.items()]

@@ -22,15 +22,16 @@ from consumers.ledger import Ledger, Reason, Resolved
 from echo import codec
 from echo.config import OnStale
 from echo.errors import CorruptRecordError, EchoError, RecordError, SchemaError
+from echo.journal import Interval
 from echo.log import LogRecord
 from echo.staleness import is_stale, staleness
 from echo.trajectory import Trajectory, incarnation_of
 
 # Decided groups that are remembered, so that a late member gets its group's decision. 100,000 ids take about 25 MB.
 _REMEMBERED_GROUPS = 100_000
-# Of these, so many go into a checkpoint: the newest that lack members. A group's members share a partition and are written
-# one soon after the other, so few are ever between two of them; what lacks one for good (it was unreadable, its producer
-# died) must not pile up. At most 1 MB.
+# Of these, so many go into a checkpoint: the newest that lack members. A group's members share a partition (two, if the
+# topic got more of them meanwhile) and are written one soon after the other, so few are ever between two of them; what lacks
+# one for good (it was unreadable, its producer died) must not pile up. At most 1 MB.
 _CHECKPOINTED_GROUPS = 10_000
 
 
@@ -202,6 +203,11 @@ class Intake:
             self._tell()
         return dead
 
+    def grow(self, partitions: int) -> None:
+        """The topic has so many partitions from now on. Members of one group may stand in an old and in a new one."""
+        with self._changed:
+            self._ledger.grow(partitions)
+
     def dead_lettered(self, letter: DeadLetter) -> None:
         """The broker has acknowledged the dead letter."""
         with self._changed:
@@ -242,6 +248,29 @@ class Intake:
             return self._nbytes >= self._buffer_bytes
 
     # The trainer's side.
+
+    def begin_at(self, firsts: Mapping[int, int]) -> None:
+        """Before reading: where each partition begins. Those of which nothing was read yet are read from there on."""
+        with self._changed:
+            self._ledger.begin_at(firsts)
+
+    def lose(self, firsts: Mapping[int, int]) -> dict[int, list[Interval]]:
+        """Before reading: the log holds nothing below these offsets. Gives what is lost by that, per partition.
+
+        Groups that lack a lost member are decided as any others that lack one: at their deadline.
+        """
+        with self._changed:
+            lost = {partition: self._ledger.lose(partition, first) for partition, first in firsts.items()}
+            self._letters_before = {
+                place: letter for place, letter in self._letters_before.items() if place[1] >= firsts.get(place[0], 0)
+            }
+            return lost
+
+    def held_groups(self) -> dict[str, int]:
+        """Groups that wait here, complete or not, per producer incarnation."""
+        with self._changed:
+            names = [group.group_id for group in self._ready] + self._assembler.ids()
+            return dict(Counter(incarnation_of(name) for name in names))
 
     def request(self, group_ids: Iterable[str]) -> None:
         """From now on take these groups alone: what else is read of the run is dropped."""

@@ -34,6 +34,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     INCOMPLETE_GROUP = "incomplete_group"
     BUFFER_FULL = "buffer_full"
+    LOST = "lost"
     TOO_LARGE = "too_large"
     NONFINITE = "nonfinite"
     SCHEMA = "schema"
@@ -49,6 +50,7 @@ OUTCOME_OF = {
     Reason.DEADLINE: Outcome.DROPPED,
     Reason.INCOMPLETE_GROUP: Outcome.DROPPED,
     Reason.BUFFER_FULL: Outcome.DROPPED,
+    Reason.LOST: Outcome.DROPPED,
     Reason.TOO_LARGE: Outcome.DROPPED,
     Reason.NONFINITE: Outcome.DROPPED,
     Reason.SCHEMA: Outcome.DEAD_LETTERED,
@@ -67,13 +69,16 @@ class Resolved:
         return bool(self._runs)
 
     def add(self, partition: int, offset: int, reason: Reason) -> None:
+        self.add_run(partition, offset, offset + 1, reason)
+
+    def add_run(self, partition: int, first: int, end: int, reason: Reason) -> None:
         runs = self._runs.get((reason, partition))
         if runs is None:
-            self._runs[reason, partition] = array("q", (offset, offset + 1))
-        elif runs[-1] == offset:
-            runs[-1] = offset + 1
+            self._runs[reason, partition] = array("q", (first, end))
+        elif runs[-1] == first:
+            runs[-1] = end
         else:
-            runs.extend((offset, offset + 1))
+            runs.extend((first, end))
 
     def update(self, other: "Resolved") -> None:
         """Take over what another one holds."""
@@ -188,6 +193,35 @@ class Ledger:
         self._newly_resolved.add(partition, offset, reason)
         return True
 
+    def grow(self, partitions: int) -> None:
+        """The topic has so many partitions now: new ones begin at offset 0."""
+        for number in range(partitions):
+            self._partitions.setdefault(number, _PartitionLedger(0, ()))
+
+    def begin_at(self, firsts: Mapping[int, int]) -> None:
+        """Partitions of which nothing was read begin at these offsets, so that what is deleted from now on is missed."""
+        for number, first in firsts.items():
+            if not self._partitions[number].begun:
+                self._partitions[number] = _PartitionLedger(first, ())
+
+    def lose(self, partition: int, first: int) -> list[Interval]:
+        """The log holds nothing below `first` any more, and nothing was read since the checkpoint: what is not resolved below
+        it counts as read and as lost. Gives these offsets; some may never have been records (commit markers)."""
+        ledger = self._partitions[partition]
+        assert not ledger.pending, f"partition {partition}: {len(ledger.pending)} records were read already"
+        lost: list[Interval] = []
+        below = ledger.position
+        for resolved_first, resolved_end in [*ledger.carried, (first, first)]:
+            if below < min(resolved_first, first):
+                lost.append((below, min(resolved_first, first)))
+            below = max(below, resolved_end)
+        for begin, end in lost:
+            self.read += end - begin
+            self.resolved[Reason.LOST] += end - begin
+            self._newly_resolved.add_run(partition, begin, end, Reason.LOST)
+        self._partitions[partition] = _PartitionLedger(max(first, ledger.position), ledger.carried)
+        return lost
+
     def take_resolved(self) -> Resolved:
         """What was resolved since the last call."""
         taken, self._newly_resolved = self._newly_resolved, Resolved()
@@ -196,7 +230,7 @@ class Ledger:
     def frontiers(self) -> dict[int, int]:
         """Per partition, the offset to read from after a restart.
 
-        A partition of which nothing was read is not named: it is read from its beginning, which need not be 0, since retention
+        A partition of which nothing is known is not named: it is read from its beginning, which need not be 0, since retention
         may have moved it, and offset 0 would then be an error.
         """
         return {number: ledger.frontier for number, ledger in self._partitions.items() if ledger.begun}

@@ -38,7 +38,7 @@ class ControlWriter:
     Thread safe: the trainer announces and asks, the fleet thread sends progress. What fails and may succeed later is sent
     again, for `deadline_s` at most or until `close`; all that comes after it waits, so that the order stays. A message may then
     stand in the log twice in a row.
-    waiting_s: how often such a wait speaks.
+    waiting_s: how often such a wait speaks. check_topics: raises if a topic is gone: then there is nothing to wait for.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class ControlWriter:
         deadline_s: float = _SEND_DEADLINE_S,
         waiting_s: float = 30.0,
         pause_s: float = _PAUSE_S,
+        check_topics: Callable[[], None] = lambda: None,
     ) -> None:
         self._sender = sender
+        self._check_topics = check_topics
         self._topic = topic
         self._deadline_s = deadline_s
         self._waiting_s = waiting_s
@@ -98,6 +100,7 @@ class ControlWriter:
             except BrokerError as error:
                 if not error.retriable or watch.waited_s >= self._deadline_s or self._closing.is_set():
                     raise
+                self._check_topics()
                 last = f"{len(messages)} messages, the last try: {error}"
                 watch.check()
                 self._closing.wait(self._pause_s)
@@ -272,7 +275,12 @@ def read_told(reader: LogReader, *, topic: str, run_id: str, waiting_s: float, d
     """
     told = Told(-1, -1)
     reader.assign({(topic, 0): BEGINNING})
-    watch = Watch("the end of the control topic", lambda: f"newest announced so far {told.version}", limit_s=waiting_s)
+
+    def describe() -> str:
+        text = f"newest announced so far {told.version}"
+        return f"{text}; the client's last error: {reader.last_error}" if reader.last_error else text
+
+    watch = Watch("the end of the control topic", describe, limit_s=waiting_s)
     while not reader.at_end():
         for record in reader.read(1000, 0.2):
             watch.progress()

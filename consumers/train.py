@@ -29,12 +29,13 @@ from consumers.requester import Requester
 from consumers.step import StepStats
 from echo.config import RunConfig
 from echo.control import Grant
-from echo.errors import TrainingError
+from echo.errors import BrokerError, TrainingError
 from echo.journal import Interval, Journal
 from echo.log import LogGroupOffsets
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.staleness import staleness
+from echo.topic_watch import TopicWatch
 from echo.trajectory import incarnation_of
 from echo.waiting import Watch
 
@@ -64,6 +65,7 @@ class Trainer:
         cluster_id: str,
         shown: LogGroupOffsets,
         abandoned: Callable[..., list[Interval]],
+        topics: TopicWatch,
         requester: Requester | None = None,
         step: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -81,6 +83,7 @@ class Trainer:
         self._check_children = check_children
         self._cluster_id = cluster_id
         self._shown = shown
+        self._topics = topics
         self._find_abandoned = abandoned
         self._abandoned: list[Interval] = []
         # Sequential mode: groups are asked for, step by step. In async mode they come.
@@ -100,6 +103,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the steps are done or a stop is asked for. Raises EchoError."""
+        try:
+            self._run_steps()
+        except BrokerError as error:
+            self._topics.blame(error)
+
+    def _run_steps(self) -> None:
         # Also after a restart: the restored policy gets a version of its own, above all that was announced.
         self._publish({})
         self._abandoned = self._find_abandoned(republished=self._publisher.newest)
@@ -132,11 +141,14 @@ class Trainer:
                 if self._requester is not None:
                     self._requester.turn()
                 batch = self._intake.cut(_LOOK_S)
+                self._topics.check()
                 self._reader.check()
                 self._fleet.check()
                 self._check_children()
                 self._learner.check_ranks()
                 self._settle()
+                if self._reader.idle_s > 0:
+                    self._fleet.write_off(self._intake.held_groups(), self._reader.idle_s)
                 self._show_intake()
                 if batch is not None:
                     return batch if self._requester is None else self._requester.complete(batch)
@@ -210,6 +222,7 @@ class Trainer:
             tensors, meta = self._learner.state()
             reader: dict[str, Any] = {
                 "cluster_id": self._cluster_id,
+                "topic_id": self._topics.topic_id(self._reader.topic),
                 "journal_lines": self._journal.lines,
                 "ledger": state,
                 "groups_resolved": self._fleet.resolved(),
@@ -273,7 +286,16 @@ class Trainer:
             f"{', '.join(parts)} (worst staleness {stats.worst_staleness}, bound {self._run.staleness_bound}); "
             f"newest announced {stats.newest_version}; {serving}{errors}"
             + (f"; {self._requester.describe()}" if self._requester is not None else "")
+            + "".join(f"; {trouble}" for trouble in self._troubles())
         )
+
+    def _troubles(self) -> list[str]:
+        """What may be why nothing comes: topics that are gone, and what the readers' clients report."""
+        found = [self._topics.describe()]
+        for listening in (self._reader, self._fleet):
+            error = listening.last_error
+            found.append(f"the last error of reading {listening.topic}: {error}" if error else "")
+        return [trouble for trouble in found if trouble]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from consumers.ledger import Ledger
 from consumers.lineage import abandoned
 from consumers.parallel import Team
 from consumers.policy import ControlWriter, PolicyPublisher, Told, read_told
+from consumers.positions import Beginning, beginning, refuse_losses
 from consumers.reader import TrajectoryReader
 from consumers.requester import Requester
 from consumers.train import Trainer
@@ -32,13 +33,14 @@ from echo.agreement import agreement, model_files
 from echo.config import RunConfig
 from echo.errors import CheckpointError
 from echo.journal import Journal
-from echo.kafka import KafkaGroupOffsets, KafkaLogProducer, KafkaLogReader, TransactionalProducer
+from echo.kafka import KafkaGroupOffsets, KafkaLogAdmin, KafkaLogProducer, KafkaLogReader, TransactionalProducer
 from echo.log import LogGroupOffsets, LogProducer, LogReader, LogTransactions
 from echo.metrics import TrainerMetrics
 from echo.preflight import check_cluster
 from echo.process import StopSignal
 from echo.staleness import total_window
 from echo.topic_spec import TopicNames
+from echo.topic_watch import Ask, TopicWatch
 from echo.weights.spawn import KeptWeightServer
 from echo.weights.store import WeightStore
 
@@ -47,6 +49,8 @@ log = structlog.get_logger("train")
 _DEAD_LETTER_QUEUE_BYTES = 64 * 2**20
 # The control topic is small where it is compacted; where it is not, a long run leaves some ten thousand messages.
 _READ_CONTROL_S = 120.0
+# A question about where partitions begin, each.
+_ASK_S = 10.0
 # A run that ends waits so long for its last positions to be shown.
 _SHOW_S = 5.0
 
@@ -56,8 +60,8 @@ class Clients(NamedTuple):
 
     cluster_id: str
     topics: TopicNames
-    partitions: int
-    """Of the trajectories topic."""
+    topic_states: Ask
+    """Which of the named topics exist, as they are now."""
     open_reader: Callable[[], LogReader]
     open_dead_letters: Callable[[], LogProducer]
     open_control: Callable[[], LogTransactions]
@@ -74,7 +78,7 @@ def kafka_clients(run: RunConfig, *, stop: StopSignal) -> Clients:
     return Clients(
         cluster_id=actual.cluster_id,
         topics=spec.names,
-        partitions=actual.topics[spec.names.trajectories].partitions,
+        topic_states=KafkaLogAdmin(run.broker.settings, client_id=client_id).topics,
         open_reader=partial(KafkaLogReader, **common, max_record_bytes=run.limits.record_bytes, cluster_id=actual.cluster_id),
         open_dead_letters=partial(
             KafkaLogProducer,
@@ -99,10 +103,14 @@ def trainer_of(
     checkpoints.check(run.checkpoint.resume)
     learner = Learner(run, team)
     with ExitStack() as opened:
+        asked = ("requests",) if run.mode == "sequential" else ()
+        roles = ("trajectories", "control", "heartbeats", "dead_letter", *asked)
+        topics = TopicWatch(clients.topic_states, names, roles, waiting_s=run.limits.waiting_s).start()
+        opened.callback(topics.close)
         server_url, check_children = _weight_server(run, opened)
         # From here on an older trainer of this run is fenced, so what it announced can be read to the end; once it has left
         # its folder, what it saved last is what we go on from.
-        writer = ControlWriter(clients.open_control(), names.control, waiting_s=run.limits.waiting_s)
+        writer = ControlWriter(clients.open_control(), names.control, waiting_s=run.limits.waiting_s, check_topics=topics.check)
         opened.callback(writer.close)
         opened.enter_context(checkpoints.held(stopping=stop.is_set, waiting_s=run.limits.waiting_s))
         loaded = _loaded(checkpoints, run.checkpoint.resume)
@@ -112,7 +120,17 @@ def trainer_of(
             log.info("resuming", checkpoint=str(loaded.path), step=loaded.step)
             learner.load_state(loaded.tensors, loaded.meta)
             restored = loaded.reader
+        # Before anything is announced: a start that fails changes nothing for producers.
+        log_reader = clients.open_reader()
+        opened.callback(log_reader.close)
+        trajectories = topics.state(names.trajectories)
+        firsts = _first_offsets(log_reader, names.trajectories, trajectories.partitions)
+        start = beginning(restored.get("ledger", {}), restored.get("topic_id"), trajectories, firsts)
+        if loaded is not None and not run.checkpoint.accept_lost:
+            refuse_losses(start, str(loaded.path), names.trajectories)
         told = _read_told(run, clients)
+        # A control topic that was made anew has forgotten which versions there were, and producers sampled from them.
+        newest = max(told.version, loaded.policy_version if loaded is not None else -1)
         writer.go_on_after(told.sequence)
         intake = Intake(
             run_id=run.run_id,
@@ -122,9 +140,9 @@ def trainer_of(
             buffer_bytes=run.batch.buffer_bytes,
             group_deadline_s=run.batch.group_deadline_s,
             min_group_size=run.batch.min_group_size,
-            ledger=Ledger(range(clients.partitions), restored.get("ledger")),
-            state=restored.get("ledger"),
-            newest_version=told.version,
+            ledger=Ledger(range(trajectories.partitions), start.state),
+            state=start.state,
+            newest_version=newest,
             vocabulary=learner.vocabulary,
             max_tokens=run.batch.max_tokens or learner.positions,
         )
@@ -138,17 +156,18 @@ def trainer_of(
             chunk_bytes=run.weights.chunk_bytes,
             keep=run.versions_kept,
             delta_chain=run.weights.delta_chain,
-            newest=told.version,
+            newest=newest,
         )
+        _take_losses(intake, start, firsts, names.trajectories)
         dead_letters = clients.open_dead_letters()
         opened.callback(dead_letters.close)
         reader = TrajectoryReader(
             intake=intake,
-            reader=clients.open_reader(),
+            reader=log_reader,
             producer=dead_letters,
             topic=names.trajectories,
-            partitions=clients.partitions,
-            frontiers=intake.frontiers() if loaded is not None else {},
+            partitions=partial(topics.partitions, names.trajectories),
+            frontiers=intake.frontiers(),
             dead_letter_topic=names.dead_letter,
         )
         opened.callback(reader.close)
@@ -164,6 +183,9 @@ def trainer_of(
             topic=names.heartbeats,
             agreement=agreed,
             send_progress=lambda grants: publisher.progress(step=trainer.step, grants=grants),
+            partitions=partial(topics.partitions, names.heartbeats),
+            topic_id=partial(topics.topic_id, names.heartbeats),
+            waiting_s=run.limits.waiting_s,
         )
         opened.callback(fleet.close)
         requester = None
@@ -175,6 +197,8 @@ def trainer_of(
         checkpoints.supersede(loaded.step if loaded is not None else None)
         journal = Journal(run.checkpoint.dir, lines=loaded.reader["journal_lines"] if loaded is not None else 0)
         opened.callback(journal.close)
+        if start.former is not None:
+            journal.append({"step": loaded.step if loaded is not None else 0, "resolved": {}, "topic_anew": start.former})
         trainer = Trainer(
             run,
             learner=learner,
@@ -189,6 +213,7 @@ def trainer_of(
             check_children=check_children,
             cluster_id=clients.cluster_id,
             shown=shown,
+            topics=topics,
             requester=requester,
             abandoned=partial(
                 abandoned,
@@ -198,6 +223,23 @@ def trainer_of(
             step=loaded.step if loaded is not None else 0,
         )
         yield trainer
+
+
+def _first_offsets(reader: LogReader, topic: str, partitions: int) -> dict[int, int]:
+    asked = [(topic, number) for number in range(partitions)]
+    return {number: first for (_, number), first in reader.first_offsets(asked, _ASK_S).items()}
+
+
+def _take_losses(intake: Intake, start: Beginning, firsts: Mapping[int, int], topic: str) -> None:
+    """What was deleted before it was read is counted and named, and reading begins after it."""
+    intake.begin_at(firsts)
+    if start.former is not None:
+        log.warning(
+            "the topic was made anew: what was not read of the former one is lost", topic=topic, from_offsets=start.former
+        )
+    for number, intervals in intake.lose(start.losses).items():
+        for first, end in intervals:
+            log.warning("records are lost", topic=topic, partition=number, first=first, last=end - 1, count=end - first)
 
 
 def _total_window(run: RunConfig) -> int | None:

@@ -235,6 +235,9 @@ class CheckpointConfig(_Section):
     resume: Literal["auto", "never"] | Path = "auto"
     """auto: go on from the newest whole checkpoint in `dir`, if there is one. never: start over, from version 0's weights. A
     folder (`.../step-0000010`): go on from that checkpoint of this run. What is newer than the start is removed from `dir`."""
+    accept_lost: bool = False
+    """Resume although records were deleted before they were read (by retention, or with their topic): reading begins at the
+    first offset that is there, and those between are counted as lost, in journal and reports. Without it, that is an error."""
 
 
 class WeightsConfig(_Section):

@@ -6,9 +6,12 @@
     │   ├── SchemaError      its major schema version is unknown
     │   └── CorruptRecordError   its bytes are not a valid record
     ├── ControlError         a control, request or heartbeat message can't be read (also a ValueError)
-    ├── TopicError           a topic is missing, or differs from what topics.yaml promises
+    ├── TopicError           a topic is missing, was made anew in mid-run, or differs from what topics.yaml promises
     ├── BrokerError          the broker refused or did not answer; `retriable` says whether trying again may help
-    │   └── FencedError      another trainer of the same run has taken over
+    │   ├── FencedError      another trainer of the same run has taken over
+    │   ├── UnknownTopicError   the cluster has no such topic or partition
+    │   ├── OtherClusterError   the address leads to another cluster than before
+    │   └── NoSuchOffsetError   the partition does not hold the offset that reading should begin or resume at
     ├── WeightsError         weights could not be stored or pulled; `retriable` as above
     │   ├── ManifestError    a manifest is missing, foreign, or does not match its digest
     │   ├── ChunkError       a chunk is missing or does not match its digest
@@ -54,7 +57,7 @@ class ControlError(EchoError, ValueError):
 
 
 class TopicError(EchoError):
-    """A topic is missing or differs from its specification."""
+    """A topic is missing, was made anew in mid-run, or differs from its specification."""
 
 
 class BrokerError(EchoError):
@@ -67,6 +70,18 @@ class BrokerError(EchoError):
 
 class FencedError(BrokerError):
     """Another trainer of the same run has taken over the control topic."""
+
+
+class UnknownTopicError(BrokerError):
+    """The cluster has no such topic or partition."""
+
+
+class OtherClusterError(BrokerError):
+    """The address leads to another cluster than before: a memory-only broker that was replaced has lost everything."""
+
+
+class NoSuchOffsetError(BrokerError):
+    """The partition does not hold this offset: retention deleted it, or the topic was made anew."""
 
 
 class WeightsError(EchoError):

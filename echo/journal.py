@@ -7,6 +7,8 @@ log by anyone, and a step's batch can be found again.
     {"step": 3, "version": 3, "resolved": {"trained": {"0": [[16, 32]]}, "stale": {"2": [[5, 6]]}}, "reward_mean": 0.4, ...}
 
 "resolved" maps reason -> partition -> half-open offset intervals that hold exactly the records resolved since the line before.
+Under "lost" they are offsets that were deleted before they were read, and that the run was allowed to pass over. A line with
+"topic_anew" says that the topic was deleted and made anew, at which frontiers of the former one: offsets begin anew after it.
 """
 
 import json

@@ -30,6 +30,13 @@ class LogRecord(NamedTuple):
         return f"{self.topic}[{self.partition}]@{self.offset}"
 
 
+class TopicState(NamedTuple):
+    """A topic as the cluster has it now. id: differs between a topic and one that was made anew under the same name."""
+
+    id: str
+    partitions: int
+
+
 class Delivery(NamedTuple):
     """What became of a record that was sent: `error` is None when the broker acknowledged it. Offset -1: unknown."""
 
@@ -44,6 +51,10 @@ OnDelivery = Callable[[Delivery], None]
 
 class LogProducer(Protocol):
     """Records out. `send` returns False when the local queue is full: nothing was taken, poll and try again."""
+
+    @property
+    def last_error(self) -> str:
+        """What the client reported within the last minute, for the line of a wait; "" when all is well."""
 
     def send(
         self, topic: str, *, key: bytes, value: bytes, headers: Headers = (), on_delivery: OnDelivery | None = None
@@ -77,7 +88,11 @@ class LogTransactions(Protocol):
 
 
 class LogReader(Protocol):
-    """Records in, from exactly the positions it was given. One thread at a time."""
+    """Records in, from exactly the positions it was given. One thread at a time, `last_error` from any."""
+
+    @property
+    def last_error(self) -> str:
+        """What the client reported within the last minute, for the line of a wait; "" when all is well."""
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
         """Read these partitions from these offsets (BEGINNING for the first that exists); replaces what was assigned.
@@ -85,11 +100,24 @@ class LogReader(Protocol):
         Partitions arrive un-paused, also those that were paused before.
         """
 
+    def add(self, positions: Mapping[Partition, int]) -> None:
+        """Read these partitions, too: those that are read already keep their positions and pauses. New ones are not paused.
+
+        Raises a retriable BrokerError, with nothing added, while the client does not know such a partition yet.
+        """
+
+    def first_offsets(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
+        """Asked of the brokers: the lowest offset that each partition still holds, its end where it holds nothing.
+
+        Raises BrokerError, retriable if no answer came in time.
+        """
+
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
         """At most `max_records`, as soon as some are there; empty after `timeout_s`, or sooner where an end was reached.
 
-        Raises BrokerError where reading can't go on, for ever or until the next `assign`: an offset that the log does not hold,
-        a topic that does not exist, another cluster than before. Records that were read before the error are returned first.
+        Raises BrokerError where reading can't go on, for ever or until the next `assign`: an offset that the log does not hold
+        (NoSuchOffsetError), a topic that does not exist (UnknownTopicError), another cluster than before. Records that were
+        read before the error are returned first.
         """
 
     def pause(self, partitions: Iterable[Partition]) -> None:
@@ -117,7 +145,7 @@ class LogGroupOffsets(Protocol):
 
 
 class LogAdmin(Protocol):
-    """What the processes ask about the cluster at start. Every answer that does not come in time is a retriable BrokerError."""
+    """What the processes ask about the cluster. Every answer that does not come in time is a retriable BrokerError."""
 
     def cluster_id(self, timeout_s: float) -> str: ...
 
@@ -126,3 +154,6 @@ class LogAdmin(Protocol):
 
     def partitions(self, topic: str, timeout_s: float) -> int:
         """How many partitions a topic has; 0 if it does not exist."""
+
+    def topics(self, names: Iterable[str], timeout_s: float) -> dict[str, TopicState]:
+        """Those of the named topics that exist, as they are now. Creates none, whatever the broker is set to."""

@@ -19,6 +19,7 @@ from echo.waiting import Watch
 # Steps whose mean reward stands for the beginning and for the end of a run.
 _EDGE_STEPS = 5
 _DEAD = ("schema", "corrupt")
+_LOST, _FOREIGN = "lost", "foreign_run"
 
 
 class Fate(NamedTuple):
@@ -32,7 +33,10 @@ class Fate(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Records of one run in the trajectories topic, by what became of them. produced = all the others together."""
+    """Records of one run in the trajectories topic, by what became of them. produced = all the others together.
+
+    Offsets that the trainer counted as lost are among `dropped`: of which run they were is not known any more.
+    """
 
     produced: int
     trained: int
@@ -64,9 +68,14 @@ def read_topic(
 
 
 def fates(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], Fate]:
-    """(partition, offset) -> fate, from a journal's lines. Raises CheckpointError where a record is resolved twice."""
+    """(partition, offset) -> fate, from a journal's lines. Raises CheckpointError where a record is resolved twice.
+
+    What was resolved before the topic was made anew is left out: those offsets are of records that no log holds.
+    """
     found: dict[tuple[int, int], Fate] = {}
     for line in lines:
+        if "topic_anew" in line:
+            found.clear()
         for reason, partitions in line["resolved"].items():
             for partition, spans in partitions.items():
                 for offset in covers(spans):
@@ -85,8 +94,9 @@ def count(
 ) -> Counts:
     """Hold the journal against the log.
 
-    Records of other runs are left out. Raises CheckpointError where the journal resolved a record that the log does not hold,
-    or dead-lettered one that the dead-letter topic lacks.
+    Records of other runs are left out. A partition that lost records was cut: of what stood below, the journal alone knows.
+    Raises CheckpointError where the journal resolved any other record that the log does not hold, or dead-lettered one that the
+    dead-letter topic lacks.
     """
     dead_origins = {letter.origin for letter in map(_unwrap, dead_letters) if letter is not None}
     produced = trained = dead = pending = staleness_max = 0
@@ -113,6 +123,18 @@ def count(
                 )
         else:
             dropped[fate.reason] += 1
+    cut_at: dict[int, int] = {}
+    for (partition, offset), fate in resolved.items():
+        if fate.reason == _LOST:
+            cut_at[partition] = max(offset + 1, cut_at.get(partition, 0))
+    for where in [where for where in missing if where[1] < cut_at.get(where[0], 0)]:
+        missing.discard(where)
+        reason = resolved[where].reason
+        produced += reason != _FOREIGN
+        trained += reason == "trained"
+        dead += reason in _DEAD
+        if reason not in ("trained", _FOREIGN, *_DEAD):
+            dropped[reason] += 1
     if missing:
         partition, offset = min(missing)
         raise CheckpointError(

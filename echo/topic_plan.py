@@ -316,8 +316,8 @@ def format_plan(difference: Plan) -> str:
         lines.extend(f"    {key} = {value}" for key, value in create.config.items())
     for increase in difference.partition_increases:
         lines.append(
-            f"~ {increase.topic}: partitions {increase.before} -> {increase.after} (keys move to other partitions: stop the "
-            "runs that use it first)"
+            f"~ {increase.topic}: partitions {increase.before} -> {increase.after} (keys move to other partitions; runs "
+            "that use it notice within seconds, and read the new ones)"
         )
     lines.extend(f"~ {c.topic}: {c.key} {c.before} -> {c.after}" for c in difference.setting_changes)
     lines.extend(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from echo.log import LogProducer, LogReader
 from echo.topic_spec import TopicNames
+from echo.topic_watch import Ask
 from producers.engines.base import Engine
 from producers.fetch import PullClient
 from producers.tasks.base import Score, Task
@@ -39,11 +40,12 @@ class Stop(Protocol):
 class Collaborators(NamedTuple):
     """Everything outside the loop. It closes none of them, except the readers that `open_reader` makes.
 
-    request_partitions: of the requests topic. model: digests of the model's files (`echo.agreement.model_files`).
+    topic_states: which of the named topics exist, as they are now. model: digests of the model's files
+    (`echo.agreement.model_files`).
     """
 
     topics: TopicNames
-    request_partitions: int
+    topic_states: Ask
     producer: LogProducer
     open_reader: Callable[[], LogReader]
     weights: PullClient

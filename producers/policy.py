@@ -72,14 +72,16 @@ class PolicyListener:
     ) -> None:
         self._agreement = agreement
         self.changed = changed or threading.Condition()
-        self._follower = TopicFollower(open_reader, topic, 1, self._take_all, changed=self.changed, name="policy-listener")
+        self._follower = TopicFollower(
+            open_reader, topic, lambda: 1, self._take_all, changed=self.changed, name="policy-listener"
+        )
         self._run_id = run_id
         self._incarnation = incarnation
         self._read = ControlState()
         self._told = ControlState()
         self._records = 0
         self._caught_up = False
-        self._watch = Watch(f"the end of topic {topic}", lambda: f"{self._records} records read", limit_s=waiting_s)
+        self._watch = Watch(f"the end of topic {topic}", self._explain, limit_s=waiting_s)
 
     def start(self) -> "PolicyListener":
         self._follower.start()
@@ -90,12 +92,21 @@ class PolicyListener:
         with self.changed:
             return self._told
 
+    @property
+    def last_error(self) -> str:
+        """See `TopicFollower.last_error`."""
+        return self._follower.last_error
+
     def check(self) -> None:
         """Raise what ended the listening, if anything did."""
         self._follower.check()
 
     def close(self) -> None:
         self._follower.close()
+
+    def _explain(self) -> str:
+        text = f"{self._records} records read"
+        return f"{text}; the client's last error: {self.last_error}" if self.last_error else text
 
     def _take_all(self, records: list[LogRecord], at_end: bool) -> None:
         for record in records:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +22,10 @@ from echo import trajectory
 from echo.agreement import agreement
 from echo.config import RunConfig
 from echo.control import Heartbeat, Request
-from echo.errors import AgreementError, BackgroundError, BrokerError, EchoError, EngineError, TaskError
+from echo.errors import AgreementError, BrokerError, EchoError, EngineError, TaskError
 from echo.metrics import ProducerMetrics
 from echo.sequential import mix_seed
+from echo.topic_watch import TopicWatch
 from echo.waiting import Watch
 from producers import rollout
 from producers.collaborators import Collaborators, Stop
@@ -97,6 +99,13 @@ class ProduceLoop:
         changed = threading.Condition()
         limits = run.limits
         self._agreement = agreement(run, collaborators.model)
+        asked = ("requests",) if run.mode == "sequential" else ()
+        self._topics = TopicWatch(
+            collaborators.topic_states,
+            collaborators.topics,
+            ("trajectories", "control", "heartbeats", *asked),
+            waiting_s=limits.waiting_s,
+        )
         self._listener = PolicyListener(
             collaborators.open_reader,
             collaborators.topics.control,
@@ -123,7 +132,7 @@ class ProduceLoop:
             self._requests = RequestListener(
                 collaborators.open_reader,
                 collaborators.topics.requests,
-                collaborators.request_partitions,
+                lambda: self._topics.partitions(collaborators.topics.requests),
                 run_id=run.run_id,
                 incarnation=self.incarnation,
                 changed=changed,
@@ -137,6 +146,7 @@ class ProduceLoop:
             flush_timeout_s=run.producer.flush_timeout_s,
             waiting_s=limits.waiting_s,
             stopping=stop.is_set,
+            check_topic=partial(self._topics.check, collaborators.topics.trajectories),
         )
         self._heartbeat = HeartbeatSender(
             collaborators.producer, collaborators.topics.heartbeats, self._status, every_s=run.producer.heartbeat_s
@@ -148,6 +158,7 @@ class ProduceLoop:
         What was sampled is then acknowledged by the broker. Raises EchoError where that, or anything before, failed.
         """
         self._began = self._clock()
+        self._topics.start()
         self._listener.start()
         self._puller.start()
         self._prompts.start()
@@ -162,6 +173,9 @@ class ProduceLoop:
             reason = self._sample_until_told()
             self._say("draining")
             self._publisher.flush(self._run.producer.flush_timeout_s)
+        except BrokerError as error:
+            self._save_what_was_sent()
+            self._topics.blame(error)
         except EchoError:
             self._save_what_was_sent()
             raise
@@ -234,7 +248,8 @@ class ProduceLoop:
                 watch.check()
 
     def _check(self) -> None:
-        """Raise what ended any part of this process that works in the background."""
+        """Raise what ended any part of this process that works in the background, or the loss of a topic."""
+        self._topics.check()
         self._listener.check()
         self._puller.check()
         self._publisher.check()
@@ -325,7 +340,7 @@ class ProduceLoop:
             f"newest announced {state.announcement.version}, serving {self._serving}, S = {self._run.max_staleness}; "
             f"window {self._window.grant.window}, {self._window.started} groups begun, {self._window.grant.resolved} resolved"
         )
-        return f"{text}; {self._puller.last_error}" if self._puller.last_error else text
+        return self._with_errors(text)
 
     def _explain_request(self) -> str:
         announced, held = self._listener.state.announcement, self._requests.held if self._requests is not None else ()
@@ -341,7 +356,7 @@ class ProduceLoop:
             text = f"{groups} are asked for of version {held[0].version}, {len(held)} requests in hand; {text}"
         else:
             text = f"{self.incarnation} is asked for nothing on {self._with.topics.requests}; {text}"
-        return f"{text}; {self._puller.last_error}" if self._puller.last_error else text
+        return self._with_errors(text)
 
     def _explain_disagreement(self, state: ControlState) -> str:
         return (
@@ -350,7 +365,15 @@ class ProduceLoop:
         )
 
     def _explain_silence(self) -> str:
-        return f"no policy of run {self._run.run_id} is announced on {self._with.topics.control}: is its trainer running?"
+        return self._with_errors(
+            f"no policy of run {self._run.run_id} is announced on {self._with.topics.control}: is its trainer running?"
+        )
+
+    def _with_errors(self, text: str) -> str:
+        """The line of a wait, with what may be why it lasts."""
+        listening = self._listener.last_error or (self._requests.last_error if self._requests is not None else "")
+        listening = f"the client's last error: {listening}" if listening else ""
+        return "; ".join(part for part in (text, self._puller.last_error, self._topics.describe(), listening) if part)
 
     def _swap(self, policy: Policy | None) -> None:
         """Between batches: load a policy, if there is one."""
@@ -523,7 +546,7 @@ class ProduceLoop:
         self.state = "failed"
         try:
             self._publisher.flush(self._run.producer.flush_timeout_s)
-        except (BrokerError, BackgroundError) as error:
+        except EchoError as error:
             log.error("not all that was sampled is acknowledged", error=str(error))
 
     def _close(self) -> None:
@@ -537,3 +560,4 @@ class ProduceLoop:
         if left:
             log.warning("stopped with unsent messages", records=left)
         self._publisher.close()
+        self._topics.close()

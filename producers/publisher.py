@@ -13,7 +13,7 @@ import structlog
 
 from echo import codec
 from echo.background import Background
-from echo.errors import BrokerError, CorruptRecordError
+from echo.errors import BrokerError, CorruptRecordError, EchoError
 from echo.log import Delivery, LogProducer
 from echo.metrics import ProducerMetrics
 from echo.trajectory import Trajectory
@@ -39,7 +39,8 @@ class Publisher:
 
     topic: where trajectories go. queue_bytes: bound of what is not acknowledged yet (one larger record may be alone in
     the queue). record_bytes: the largest record sent. waiting_s: how often a wait speaks. stopping: tells that a stop was
-    asked for; from then on a wait lasts `flush_timeout_s` at most.
+    asked for; from then on a wait lasts `flush_timeout_s` at most. check_topic: raises if the topic is gone: then
+    there is nothing to wait for.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Publisher:
         flush_timeout_s: float = 60.0,
         waiting_s: float = 30.0,
         stopping: Callable[[], bool] = lambda: False,
+        check_topic: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._producer = producer
@@ -63,6 +65,7 @@ class Publisher:
         self._flush_timeout_s = flush_timeout_s
         self._waiting_s = waiting_s
         self._stopping = stopping
+        self._check_topic = check_topic
         self._clock = clock
         self._changed = threading.Condition()
         self._unacknowledged: dict[int, tuple[int, float]] = {}
@@ -135,6 +138,7 @@ class Publisher:
                         f"({self._describe()}): is the broker up?"
                     )
                 self._changed.wait(min(_SLICE_S, left))
+                self._check_topic()
                 watch.check()
             self.check()
 
@@ -195,11 +199,20 @@ class Publisher:
                     if ticket >= 0:
                         self._forget(ticket)
                     raise BrokerError(why)
+            self._look_at_topic(ticket)
             with self._changed:
                 self._wants_room = True
                 self._changed.wait(_SLICE_S)
                 self._wants_room = False
             watch.check()
+
+    def _look_at_topic(self, ticket: int) -> None:
+        try:
+            self._check_topic()
+        except EchoError:
+            if ticket >= 0:
+                self._forget(ticket)
+            raise
 
     def _hand_over(self, record: codec.EncodedRecord, ticket: int, missing: list[int]) -> bool:
         def report(delivery: Delivery) -> None:
@@ -246,7 +259,9 @@ class Publisher:
             self._producer.poll(_SLICE_S)
 
     def _describe(self) -> str:
+        error = self._producer.last_error
         return (
             f"{len(self._unacknowledged)} records and {self._queued} of {self._queue_bytes} bytes are not acknowledged, "
             f"the oldest for {self.oldest_unacknowledged_s():.0f} s; acknowledged so far {self.acknowledged}"
+            + (f"; the client's last error: {error}" if error else "")
         )

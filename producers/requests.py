@@ -26,14 +26,14 @@ _WHY_CHARS = 500
 class RequestListener:
     """Reads the requests topic from its beginning and for ever: an incarnation is asked for nothing before it lives.
 
-    `changed` is notified at every change. partitions: of the topic.
+    `changed` is notified at every change. partitions: how many the topic has now.
     """
 
     def __init__(
         self,
         open_reader: Callable[[], LogReader],
         topic: str,
-        partitions: int,
+        partitions: Callable[[], int],
         *,
         run_id: str,
         incarnation: str,
@@ -87,6 +87,11 @@ class RequestListener:
         """Nobody wants what older versions would sample."""
         with self._changed:
             self._held = tuple(one for one in self._held if one.version >= version)
+
+    @property
+    def last_error(self) -> str:
+        """See `TopicFollower.last_error`."""
+        return self._follower.last_error
 
     def check(self) -> None:
         """Raise what ended the listening, if anything did."""

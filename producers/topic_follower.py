@@ -19,7 +19,9 @@ _READ_S = 0.2
 
 
 class TopicFollower:
-    """take: called after every read with what it gave, maybe nothing, and whether the end of the log was reached.
+    """partitions: how many the topic has now; new ones are read from their beginning as soon as they are known.
+
+    take: called after every read with what it gave, maybe nothing, and whether the end of the log was reached.
 
     changed: notified, with its lock held, when the thread is to end and when it died.
     """
@@ -28,7 +30,7 @@ class TopicFollower:
         self,
         open_reader: Callable[[], LogReader],
         topic: str,
-        partitions: int,
+        partitions: Callable[[], int],
         take: Callable[[list[LogRecord], bool], None],
         *,
         changed: threading.Condition,
@@ -37,6 +39,8 @@ class TopicFollower:
         self._open_reader = open_reader
         self._topic = topic
         self._partitions = partitions
+        self._read = 0
+        self._reader: LogReader | None = None
         self._take = take
         self._changed = changed
         self._following = Background(name, self._run, wake=self._notify)
@@ -48,6 +52,12 @@ class TopicFollower:
         """Raise what ended the thread, if anything did."""
         self._following.check()
 
+    @property
+    def last_error(self) -> str:
+        """What keeps the topic from being read at the moment, as the client reports it; "" when all is well."""
+        reader = self._reader
+        return "" if reader is None else reader.last_error
+
     def close(self) -> None:
         self._following.stop()
 
@@ -58,14 +68,23 @@ class TopicFollower:
     def _run(self) -> None:
         reader = self._open_reader()
         try:
-            reader.assign({(self._topic, number): BEGINNING for number in range(self._partitions)})
+            self._reader = reader
+            self._read = self._partitions()
+            reader.assign({(self._topic, number): BEGINNING for number in range(self._read)})
             while not self._following.stopping.is_set():
                 self._turn(reader)
         finally:
+            self._reader = None
             reader.close()
 
     def _turn(self, reader: LogReader) -> None:
         try:
+            if (now := self._partitions()) > self._read:
+                reader.add({(self._topic, number): BEGINNING for number in range(self._read, now)})
+                self._read = now
+                log.info(
+                    "the topic has more partitions, the new ones are read from their beginning", topic=self._topic, now=now
+                )
             records = reader.read(100, _READ_S)
         except BrokerError as error:
             if not error.retriable:

@@ -13,7 +13,7 @@ from echo.agreement import model_files
 from echo.config import RunConfig, WeightsConfig
 from echo.errors import ConfigError
 from echo.http_server import Tls
-from echo.kafka import KafkaLogProducer, KafkaLogReader
+from echo.kafka import KafkaLogAdmin, KafkaLogProducer, KafkaLogReader
 from echo.metrics import ProducerMetrics
 from echo.model_path import check_model_path, unloadable
 from echo.preflight import check_cluster
@@ -77,7 +77,7 @@ def collaborators(run: RunConfig, producer_id: str, *, stop: Stop, metrics: Prod
         opened.callback(weights.close)
         yield Collaborators(
             topics=spec.names,
-            request_partitions=actual.topics[spec.names.requests].partitions,
+            topic_states=KafkaLogAdmin(settings, client_id=client_id).topics,
             producer=producer,
             open_reader=partial(
                 KafkaLogReader,

@@ -22,6 +22,7 @@ from echo.log import (
     LogTransactions,
     OnDelivery,
     Partition,
+    TopicState,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "OnDelivery",
     "Partition",
     "Settings",
+    "TopicState",
     "TransactionalProducer",
     "client_settings",
     "wrap_error",

@@ -1,17 +1,18 @@
-"""Questions to the cluster at start.
+"""Questions to the cluster.
 
 Refuses to change anything: echo/topics.py does, through `client`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from echo.addresses import authority
 from echo.errors import BrokerError
 from echo.kafka.client import CONSUMER_ONLY, PRODUCER_ONLY, ClientErrors, Settings, build, client_settings, wrap_error
-from echo.log import Partition
+from echo.log import Partition, TopicState
 
 
 class KafkaLogAdmin:
@@ -34,6 +35,23 @@ class KafkaLogAdmin:
     def partitions(self, topic: str, timeout_s: float) -> int:
         found = self.metadata(timeout_s).topics.get(topic)
         return len(found.partitions) if found is not None else 0
+
+    def topics(self, names: Iterable[str], timeout_s: float) -> dict[str, TopicState]:
+        # This request forbids the broker to create what it names.
+        answers = self.client.describe_topics(TopicCollection(list(names)), request_timeout=timeout_s)
+        found: dict[str, TopicState] = {}
+        for name, answer in answers.items():
+            try:
+                # The client's own deadline comes first.
+                topic = answer.result(timeout_s + 1.0)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    raise wrap_error(error.args[0], f"asking {self._servers} about topic {name}") from None
+            except TimeoutError:
+                raise BrokerError(f"no answer about topic {name} within {timeout_s:g} s", retriable=True) from None
+            else:
+                found[name] = TopicState(str(topic.topic_id), len(topic.partitions))
+        return found
 
     def ends(self, timeout_s: float) -> dict[Partition, int]:
         """About how many records every partition holds: its log end. The embedded broker leaves out all but one of its last

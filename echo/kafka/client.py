@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
-from echo.errors import BrokerError, ConfigError, FencedError
+from echo.errors import BrokerError, ConfigError, FencedError, OtherClusterError, UnknownTopicError
 
 log = structlog.get_logger("kafka")
 
@@ -67,6 +67,9 @@ _NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOP
 # How often a reader or producer compares what the client knows of the cluster, seconds.
 _GUARD_EVERY_S = 0.5
 
+# So long ago an error of the client may be for a wait to name it: the client tries again, and fails again, much sooner.
+_RECENT_S = 60.0
+
 # How long `find_leaders` waits, seconds.
 _LEADERS_S = 2.0
 
@@ -105,27 +108,36 @@ def wrap_error(error: KafkaError, doing: str) -> BrokerError:
     if error.code() in _FENCED:
         return FencedError(f"{text}: another process took over this transactional id; only the newest holder may go on")
     if error.code() in _NO_TOPIC:
-        return BrokerError(f"{text}: `echo-topics apply` creates what topics.yaml names")
+        return UnknownTopicError(f"{text}: `echo-topics apply` creates what topics.yaml names")
     return BrokerError(text, retriable=not error.fatal() and (error.retriable() or error.code() in _TRANSIENT))
 
 
 class ClientErrors:
-    """The client's asynchronous errors: logged once a minute per kind, kept so that a wait can say them."""
+    """The client's asynchronous errors: logged once a minute per kind, kept so that the line of a wait can name the last."""
 
     def __init__(self, client_id: str) -> None:
         self._client_id = client_id
         self._seen: dict[int, float] = {}
-        self.last = ""
+        self._last = ""
+        self._last_at = 0.0
         self.fatal: KafkaError | None = None
 
     def __call__(self, error: KafkaError) -> None:
-        self.last = f"{error.name()}: {error.str()}"
+        self.note(f"{error.name()}: {error.str()}")
         if error.fatal():
             self.fatal = error
         now = time.monotonic()
         if now - self._seen.get(error.code(), -60.0) >= 60.0:
             self._seen[error.code()] = now
-            log.warning("broker error", client=self._client_id, error=self.last, fatal=error.fatal())
+            log.warning("broker error", client=self._client_id, error=self._last, fatal=error.fatal())
+
+    def note(self, error: str) -> None:
+        self._last, self._last_at = error, time.monotonic()
+
+    @property
+    def last(self) -> str:
+        """The last error, if it is recent: one that passed does not explain a later wait."""
+        return self._last if time.monotonic() - self._last_at <= _RECENT_S else ""
 
     def check(self, doing: str) -> None:
         if self.fatal is not None:
@@ -164,7 +176,7 @@ class SameCluster:
         if self._expected is None:
             self._expected = found
         elif found != self._expected:
-            raise BrokerError(
+            raise OtherClusterError(
                 f"this is cluster {found}, and it was {self._expected} before: the broker was replaced. The embedded Tansu "
                 "broker keeps records in memory only, so what it held is gone: start a new run with a new run_id, or use "
                 "Apache Kafka (`echo-broker --apache HOME`), which keeps them; if bootstrap.servers changed, correct it"

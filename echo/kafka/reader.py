@@ -11,7 +11,7 @@ from typing import Any, cast
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from echo.errors import BrokerError
+from echo.errors import BrokerError, NoSuchOffsetError
 from echo.kafka.client import (
     PRODUCER_ONLY,
     ClientErrors,
@@ -42,6 +42,10 @@ _READER_DEFAULTS: dict[str, Any] = {
     "check.crcs": True,
     "allow.auto.create.topics": False,
 }
+
+
+# How long a question about partitions may take, seconds.
+_ASK_S = 2.0
 
 
 class KafkaLogReader:
@@ -105,6 +109,32 @@ class KafkaLogReader:
             self._beyond_since = {}
             self._failed = None
 
+    def add(self, positions: Mapping[Partition, int]) -> None:
+        for topic in {topic for topic, _ in positions}:
+            self._refuse_unknown(topic, max(number for name, number in positions if name == topic))
+        wanted = [
+            TopicPartition(topic, number, OFFSET_BEGINNING if offset == BEGINNING else offset)
+            for (topic, number), offset in positions.items()
+        ]
+        try:
+            self._consumer.incremental_assign(wanted)
+        except KafkaException as error:
+            raise wrap_error(error.args[0], f"adding {sorted(positions)}") from None
+        with self._lock:
+            self._assigned |= set(positions)
+            self._positions |= {partition: offset for partition, offset in positions.items() if offset >= 0}
+
+    def first_offsets(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
+        found: dict[Partition, int] = {}
+        for topic, number in partitions:
+            try:
+                # Of its answer the end is not used: the embedded broker gives a wrong one.
+                first, _ = self._consumer.get_watermark_offsets(TopicPartition(topic, number), timeout_s, cached=False)
+            except KafkaException as error:
+                raise wrap_error(error.args[0], f"asking where {topic}[{number}] begins") from None
+            found[topic, number] = int(first)
+        return found
+
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
         self._check()
         try:
@@ -162,6 +192,15 @@ class KafkaLogReader:
         _, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
         return None if high < 0 else int(high)
 
+    def _refuse_unknown(self, topic: str, number: int) -> None:
+        """A client that is to read a partition which its metadata lacks reports an error, and reads it never."""
+        try:
+            known = self._consumer.list_topics(topic, _ASK_S).topics[topic].partitions
+        except KafkaException as error:
+            raise wrap_error(error.args[0], f"asking for the partitions of {topic}") from None
+        if number not in known:
+            raise BrokerError(f"{topic}[{number}] is not known to every broker yet", retriable=True)
+
     def _check(self) -> None:
         if self._failed is not None:
             raise self._failed
@@ -204,13 +243,14 @@ class KafkaLogReader:
             if not failure.retriable:
                 self._failed = failure
             else:
+                self._errors.note(str(failure))
                 log.warning("read error, the client tries again", where=where, error=error.str())
 
 
-def _no_such_offset(where: str, detail: str) -> BrokerError:
-    return BrokerError(
-        f"reading {where}: the log does not hold this offset ({detail}); retention deleted it, or this is another cluster: "
-        "raise the topic's retention, or start the run from a newer checkpoint"
+def _no_such_offset(where: str, detail: str) -> NoSuchOffsetError:
+    return NoSuchOffsetError(
+        f"reading {where}: the log does not hold this offset ({detail}); retention deleted it, or the topic was made anew: "
+        "raise the topic's retention; `echo-train --accept-lost` resumes with what is there and counts the rest as lost"
     )
 
 

@@ -54,7 +54,7 @@ from echo.kafka import KafkaLogProducer, KafkaLogReader
 from echo.kafka import producer as kafka_producer
 from echo.kafka import reader as kafka_reader
 from echo.kafka.client import CONSUMER_ONLY, PRODUCER_ONLY, client_settings
-from echo.log import LogRecord
+from echo.log import BEGINNING, LogRecord
 from echo.metrics import ProducerMetrics
 from echo.trajectory import Sampling, Trajectory, group_id, trajectory_id
 from producers.publisher import Publisher
@@ -259,8 +259,8 @@ class Bench:
             reader=log_reader,
             producer=dead_letters,
             topic=topic,
-            partitions=PARTITIONS,
-            frontiers={},
+            partitions=lambda: PARTITIONS,
+            frontiers=dict.fromkeys(range(PARTITIONS), BEGINNING),
             dead_letter_topic="none",
         )
         clock = Clock()

@@ -9,10 +9,12 @@ from typing import Protocol
 import pytest
 
 from echo.broker import RunningBroker
-from echo.errors import BrokerError, FencedError
+from echo.errors import BrokerError, FencedError, NoSuchOffsetError
 from echo.kafka import KafkaLogAdmin, KafkaLogProducer, KafkaLogReader, TransactionalProducer
-from echo.log import BEGINNING, Delivery, LogAdmin, LogProducer, LogReader, LogRecord, LogTransactions
+from echo.log import BEGINNING, Delivery, LogAdmin, LogProducer, LogReader, LogRecord, LogTransactions, Partition, TopicState
+from tests.brokers import add_partitions, delete_before, delete_topic
 from tests.conftest import CreateTopic
+from tests.eventually import eventually
 from tests.fakes.log import FakeAdmin, FakeLog, FakeProducer, FakeReader, FakeTransactions
 
 MAX_RECORD = 2**20
@@ -23,6 +25,9 @@ class Cluster(Protocol):
     """Makes clients of one implementation; closes them after the test."""
 
     def topic(self, name: str, partitions: int = 1) -> str: ...
+    def delete_topic(self, name: str) -> None: ...
+    def add_partitions(self, topic: str, partitions: int) -> None: ...
+    def delete_before(self, partition: Partition, offset: int) -> None: ...
     def producer(self, queue_bytes: int = 2**24) -> LogProducer: ...
     def reader(self, cluster_id: str | None = None) -> LogReader: ...
     def transactions(self, transactional_id: str) -> LogTransactions: ...
@@ -36,6 +41,15 @@ class FakeCluster:
     def topic(self, name: str, partitions: int = 1) -> str:
         self.log.create_topic(name, partitions)
         return name
+
+    def delete_topic(self, name: str) -> None:
+        self.log.delete_topic(name)
+
+    def add_partitions(self, topic: str, partitions: int) -> None:
+        self.log.add_partitions(topic, partitions)
+
+    def delete_before(self, partition: Partition, offset: int) -> None:
+        self.log.delete_before(partition, offset)
 
     def producer(self, queue_bytes: int = 2**24) -> LogProducer:
         return FakeProducer(self.log, queue_bytes=queue_bytes)
@@ -61,6 +75,15 @@ class RealCluster:
     def topic(self, name: str, partitions: int = 1) -> str:
         return self._create_topic(self._broker, name, partitions)
 
+    def delete_topic(self, name: str) -> None:
+        delete_topic(self._broker, name)
+
+    def add_partitions(self, topic: str, partitions: int) -> None:
+        add_partitions(self._broker, topic, partitions)
+
+    def delete_before(self, partition: Partition, offset: int) -> None:
+        delete_before(self._broker, partition, offset)
+
     def producer(self, queue_bytes: int = 2**24) -> LogProducer:
         made = KafkaLogProducer(self._settings, client_id="test-out", max_record_bytes=MAX_RECORD, queue_bytes=queue_bytes)
         self._stack.callback(made.close)
@@ -80,6 +103,12 @@ class RealCluster:
 
     def admin(self) -> LogAdmin:
         return KafkaLogAdmin(self._settings, client_id="test-admin")
+
+
+# Tansu adds no partitions, and panics when it is to delete records.
+elastic = pytest.mark.parametrize(
+    "cluster", ["fake", pytest.param("apache", marks=pytest.mark.kafka)], indirect=True, scope="function"
+)
 
 
 @pytest.fixture(params=["fake", "tansu", pytest.param("apache", marks=pytest.mark.kafka)])
@@ -339,3 +368,85 @@ def test_the_admin_answers_what_processes_ask_at_start(cluster: Cluster) -> None
     assert [admin.partitions(topic + "-missing", DEADLINE_S) for _ in range(2)] == [0, 0]
     assert len(admin.nodes(DEADLINE_S)) == 1
     assert admin.cluster_id(DEADLINE_S)
+
+
+def test_topics_are_told_apart_from_those_of_the_same_name_before(cluster: Cluster) -> None:
+    """A topic that was deleted is not there, asking does not create it, and one that is made anew has another id."""
+    admin = cluster.admin()
+    topic, other = cluster.topic("anew", 2), cluster.topic("other", 1)
+
+    def states(*, of: set[str]) -> dict[str, TopicState]:
+        """As soon as just these are there: a broker learns of a change a moment after it was made."""
+        return (
+            eventually(
+                lambda: found if (found := admin.topics([topic, other], DEADLINE_S)).keys() == of else None, f"topics {of}"
+            )
+            or {}
+        )
+
+    before = states(of={topic, other})
+    assert {name: state.partitions for name, state in before.items()} == {topic: 2, other: 1}
+    assert admin.topics([topic, other], DEADLINE_S) == before
+    cluster.delete_topic(topic)
+    assert states(of={other}) == {other: before[other]}
+    cluster.topic("anew", 2)
+    again = states(of={topic, other})[topic]
+    assert (again.partitions, again.id != before[topic].id) == (2, True)
+
+
+def test_partitions_begin_at_the_first_record_that_is_there(cluster: Cluster) -> None:
+    topic = cluster.topic("begin", 2)
+    send_all(cluster.producer(), topic, numbered(3))
+    partitions = [(topic, 0), (topic, 1)]
+    assert cluster.reader().first_offsets(partitions, DEADLINE_S) == dict.fromkeys(partitions, 0)
+
+
+@elastic
+def test_deleted_records_are_no_longer_there_and_reading_them_is_an_error(cluster: Cluster) -> None:
+    """It names the place; also where all records of the partition are gone."""
+    topic = cluster.topic("deleted")
+    send_all(cluster.producer(), topic, numbered(5))
+    for kept_from in (3, 5):
+        cluster.delete_before((topic, 0), kept_from)
+        reader = cluster.reader()
+        assert reader.first_offsets([(topic, 0)], DEADLINE_S) == {(topic, 0): kept_from}
+        reader.assign({(topic, 0): kept_from - 1})
+        with pytest.raises(NoSuchOffsetError, match=rf"{topic}\[0\]@{kept_from - 1}"):
+            read_until(reader, lambda records: bool(records), deadline_s=20.0)
+        reader.assign({(topic, 0): kept_from})
+        assert [record.offset for record in read_to_end(reader)] == list(range(kept_from, 5))
+
+
+@elastic
+def test_new_partitions_are_read_beside_the_old_ones_which_go_on_where_they_are(cluster: Cluster) -> None:
+    """Nothing is read twice or left out; a paused partition stays paused; a partition that is not there yet is a retriable
+    error, and adds nothing."""
+    topic = cluster.topic("grows", 2)
+    keys = [b"%d" % index for index in range(64)]
+    first = send_all(cluster.producer(), topic, [(key, b"first") for key in keys])
+    reader = cluster.reader()
+    reader.assign({(topic, 0): BEGINNING, (topic, 1): BEGINNING})
+    assert len(read_to_end(reader)) == len(keys)
+    reader.pause([(topic, 0)])
+    new: dict[Partition, int] = {(topic, 2): 0, (topic, 3): BEGINNING}
+    with pytest.raises(BrokerError) as caught:
+        reader.add(new)
+    assert caught.value.retriable
+    cluster.add_partitions(topic, 4)
+    eventually(lambda: cluster.admin().topics([topic], DEADLINE_S)[topic].partitions == 4, "the topic has four partitions")
+    reader.add(new)
+    # A producer that knows the topic from before would write to its old partitions for a while.
+    second = send_all(cluster.producer(), topic, [(key, b"second") for key in keys])
+    placed = Counter((report.partition, report.offset) for report in second)
+    assert {partition for partition, _ in placed} == {0, 1, 2, 3}
+    waiting = {place for place in placed if place[0] == 0}
+    read = read_until(reader, lambda records: len(records) >= len(keys) - len(waiting))
+    read += reader.read(100, 0.5)
+    assert Counter((record.partition, record.offset) for record in read) == placed - Counter(waiting)
+    reader.resume([(topic, 0)])
+    rest = read_until(reader, lambda records: len(records) >= len(waiting))
+    assert {(record.partition, record.offset) for record in rest} == waiting
+    assert {record.value for record in [*read, *rest]} == {b"second"}
+    read_until(reader, lambda records: reader.at_end())
+    assert set(reader.lag()) == {(topic, number) for number in range(4)}
+    assert len(first) == len(keys)

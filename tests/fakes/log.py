@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from echo.errors import BrokerError, FencedError
-from echo.log import BEGINNING, Delivery, Headers, LogRecord, OnDelivery, Partition
+from echo.errors import BrokerError, FencedError, NoSuchOffsetError, OtherClusterError, UnknownTopicError
+from echo.log import BEGINNING, Delivery, Headers, LogRecord, OnDelivery, Partition, TopicState
 
 
 class _Partition:
@@ -39,6 +39,8 @@ class FakeLog:
         self.max_bytes = max_bytes
         self.changed = threading.Condition()
         self._topics: dict[str, list[_Partition]] = {}
+        self._made = 0
+        self._ids: dict[str, str] = {}
         self._holders: dict[str, int] = {}
         self.groups: dict[str, dict[Partition, int]] = {}
         """What was shown under consumer groups."""
@@ -47,7 +49,24 @@ class FakeLog:
 
     def create_topic(self, name: str, partitions: int = 1) -> None:
         with self.changed:
-            self._topics.setdefault(name, [_Partition() for _ in range(partitions)])
+            if name not in self._topics:
+                self._made += 1
+                self._ids[name] = f"id-{self._made}"
+                self._topics[name] = [_Partition() for _ in range(partitions)]
+
+    def delete_topic(self, name: str) -> None:
+        with self.changed:
+            del self._topics[name], self._ids[name]
+            self.changed.notify_all()
+
+    def add_partitions(self, name: str, partitions: int) -> None:
+        """The topic has so many from now on: keys go to other partitions than before."""
+        with self.changed:
+            found = self._topics[name]
+            found.extend(_Partition() for _ in range(partitions - len(found)))
+
+    def state(self, name: str) -> TopicState:
+        return TopicState(self._ids[name], self.partitions(name))
 
     def break_reading(self, topic: str, error: BaseException) -> None:
         with self.changed:
@@ -72,7 +91,7 @@ class FakeLog:
     def partition(self, partition: Partition) -> _Partition:
         topic, number = partition
         if number >= self.partitions(topic):
-            raise BrokerError(f"{topic}[{number}] does not exist")
+            raise UnknownTopicError(f"{topic}[{number}] does not exist")
         return self._topics[topic][number]
 
     def append(self, topic: str, key: bytes, value: bytes, headers: Headers) -> LogRecord:
@@ -113,6 +132,7 @@ class FakeProducer:
         self._queue_bytes = queue_bytes
         self._held = 0
         self._queue: deque[_Waiting] = deque()
+        self.last_error = ""
 
     def send(
         self, topic: str, *, key: bytes, value: bytes, headers: Headers = (), on_delivery: OnDelivery | None = None
@@ -172,6 +192,8 @@ class FakeTransactions:
         with self._log.changed:
             if not self._log.holds(self._id, self._epoch):
                 raise FencedError(f"sending to {topic}: another process took over {self._id}")
+            if not self._log.partitions(topic):
+                raise UnknownTopicError(f"sending to {topic}: it does not exist")
             touched = {self._log.append(topic, key, value, ()).partition for key, value in messages}
             for number in touched if self._log.markers else ():
                 self._log.partition((topic, number)).records.append(None)
@@ -191,14 +213,24 @@ class FakeReader:
         self._ends: set[Partition] = set()
         self._high: dict[Partition, int] = {}
         self._failed: BrokerError | None = None
+        self.last_error = ""
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
         self._positions = dict(positions)
         self._paused, self._ends, self._high, self._failed = set(), set(), {}, None
 
+    def add(self, positions: Mapping[Partition, int]) -> None:
+        for topic, number in positions:
+            if number >= self._log.partitions(topic):
+                raise BrokerError(f"{topic}[{number}] is not known yet", retriable=True)
+        self._positions |= positions
+
+    def first_offsets(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
+        return {partition: self._log.partition(partition).start for partition in partitions}
+
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
         if self._cluster_id not in (None, self._log.cluster_id):
-            raise BrokerError(f"this is cluster {self._log.cluster_id}, and it was {self._cluster_id} before")
+            raise OtherClusterError(f"this is cluster {self._log.cluster_id}, and it was {self._cluster_id} before")
         deadline = time.monotonic() + timeout_s
         with self._log.changed:
             while True:
@@ -222,7 +254,9 @@ class FakeReader:
             position = part.start if self._positions[partition] == BEGINNING else self._positions[partition]
             if not part.start <= position <= part.end:
                 topic, number = partition
-                self._failed = BrokerError(f"reading {topic}[{number}]@{position}: the log holds {part.start} to {part.end}")
+                self._failed = NoSuchOffsetError(
+                    f"reading {topic}[{number}]@{position}: the log holds {part.start} to {part.end}"
+                )
                 continue
             while position < part.end and len(records) < max_records:
                 record = part.records[position - part.start]
@@ -287,3 +321,7 @@ class FakeAdmin:
 
     def partitions(self, topic: str, timeout_s: float) -> int:
         return self._log.partitions(topic)
+
+    def topics(self, names: Iterable[str], timeout_s: float) -> dict[str, TopicState]:
+        with self._log.changed:
+            return {name: self._log.state(name) for name in names if self._log.partitions(name)}

@@ -226,3 +226,62 @@ def test_outstanding_groups_stay_within_the_window_whatever_is_late(random: Rand
                 fleet.group_resolved(name, groups)
         outstanding = sum(windows[name].started - resolved[name] for name in windows)
         assert outstanding <= total + len(windows)
+
+
+def settled(fleet: Fleet, clock: Clock, heartbeat: Heartbeat) -> None:
+    """A producer that reports the same for so long that all it published was read."""
+    for later in range(3):
+        fleet.hear(beat(heartbeat.incarnation, heartbeat.sequence + later, published=heartbeat.groups_published))
+        clock.now += 4.0
+
+
+def test_groups_that_will_never_be_read_hold_no_room() -> None:
+    """Their records were deleted before a trainer that started over could read them; those that wait here still hold theirs."""
+    clock = Clock()
+    fleet = make_fleet(clock)
+    settled(fleet, clock, beat("a.1", 1, published=12))
+    fleet.group_resolved("a.1", 3)
+    assert fleet.grants()["a.1"] == Grant(window=12, resolved=3)
+    assert fleet.write_off({"a.1": 2}, idle_s=8.0) == {"a.1": 7}
+    assert fleet.grants()["a.1"] == Grant(window=12, resolved=10)
+    assert fleet.alive()[0].outstanding == 2
+    assert fleet.write_off({"a.1": 2}, idle_s=8.0) == {}
+    # A restart from a checkpoint knows of them.
+    again = Fleet(run_id="r", total_window=12, dead_after_s=30, clock=clock, resolved=fleet.resolved())
+    again.hear(beat("a.1", 9, published=12))
+    assert again.grants()["a.1"].resolved == 10
+
+
+def test_groups_that_may_still_be_read_are_not_written_off() -> None:
+    """Neither while something is read, nor soon after their producer published more."""
+    clock = Clock()
+    fleet = make_fleet(clock)
+    settled(fleet, clock, beat("a.1", 1, published=12))
+    assert fleet.write_off({}, idle_s=4.9) == {}
+    fleet.hear(beat("a.1", 9, published=13))
+    clock.now += 4.9
+    assert fleet.write_off({}, idle_s=60.0) == {}
+    clock.now += 0.2
+    assert fleet.write_off({}, idle_s=60.0) == {"a.1": 13}
+
+
+def test_what_was_written_off_and_comes_after_all_is_counted_once() -> None:
+    clock = Clock()
+    fleet = make_fleet(clock)
+    settled(fleet, clock, beat("a.1", 1, published=5))
+    fleet.write_off({}, idle_s=9.0)
+    fleet.group_resolved("a.1", 2)
+    fleet.write_off({"a.1": 1}, idle_s=9.0)
+    assert fleet.grants()["a.1"].resolved == 4
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
+def test_what_is_read_is_never_written_off(published: int, held: int, resolved: int) -> None:
+    """Where everything that was published is held or resolved, nothing is."""
+    clock = Clock()
+    fleet = make_fleet(clock)
+    settled(fleet, clock, beat("a.1", 1, published=published))
+    fleet.group_resolved("a.1", resolved)
+    off = sum(fleet.write_off({"a.1": held}, idle_s=9.0).values())
+    assert off == max(0, published - held - resolved)
+    assert fleet.resolved().get("a.1", 0) == resolved + off

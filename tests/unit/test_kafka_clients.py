@@ -12,6 +12,7 @@ from echo.errors import BrokerError, ConfigError
 from echo.kafka import KafkaLogAdmin, KafkaLogProducer, KafkaLogReader, TransactionalProducer
 from echo.log import BEGINNING, Delivery
 from tests.conftest import CreateTopic
+from tests.eventually import eventually
 
 DEADLINE_S = 30.0
 
@@ -59,6 +60,17 @@ def test_a_client_without_a_broker_closes_at_once(nobody: dict[str, str]) -> Non
     assert reader.lag() == {("topic", 0): None}
     reader.close()
     assert time.monotonic() - began < 5.0
+
+
+def test_a_readers_last_error_is_for_waits_while_it_is_recent(nobody: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that passed says nothing about a later wait."""
+    reader = KafkaLogReader(nobody, client_id="t", max_record_bytes=2**20)
+    reader.assign({("topic", 0): 5})
+    said = eventually(lambda: reader.read(10, 0.1) or reader.last_error, "the client's error")
+    assert "Connection refused" in said or "brokers are down" in said
+    monkeypatch.setattr("echo.kafka.client._RECENT_S", -1.0)
+    assert reader.last_error == ""
+    reader.close()
 
 
 def test_taking_over_keeps_its_deadline(nobody: dict[str, str]) -> None:

@@ -108,6 +108,79 @@ def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, 
     assert mine.keys() == {(p, o) for p, offsets in logs.items() for o in offsets}
 
 
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=20), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_any_deletions_and_new_partitions_between_restarts_leave_each_offset_resolved_once(gaps, lives, random) -> None:  # type: ignore[no-untyped-def]
+    """Each life begins with the partitions that there are by then, loses what was deleted since the last checkpoint, reads and
+    resolves. What it lost and what it resolved are together all offsets up to the frontier, each once, and counted."""
+    logs = [list(itertools.accumulate(steps)) for steps in gaps]
+    state, durable, present = None, {}, 1
+    for actions, deletions in lives:
+        present = random.randint(present, len(logs))
+        ledger = Ledger((), state)
+        begins = dict.fromkeys(range(present), 0)
+        for number in random.choices(range(present), k=deletions):
+            begins[number] = random.randint(0, logs[number][-1] + 1)
+        ledger.grow(present)
+        mine, known = dict(durable), set(durable)
+        for number, frontier in ledger.frontiers().items():
+            for first, end in ledger.lose(number, begins[number]) if frontier < begins[number] else ():
+                for offset in range(first, end):
+                    assert (number, offset) not in mine, "resolved before, and lost"
+                    mine[number, offset] = Reason.LOST
+        assert all(begins[number] <= frontier for number, frontier in ledger.frontiers().items())
+        pending: list[tuple[int, int]] = []
+        unread = {n: [o for o in logs[n] if o >= ledger.frontiers()[n]] for n in range(present)}
+        for _ in range(actions):
+            number = random.randrange(present)
+            if unread[number] and random.random() < 0.6:
+                record = (number, unread[number].pop(0))
+                if ledger.begin(*record):
+                    assert record not in mine
+                    pending.append(record)
+                else:
+                    assert record in mine
+            elif pending:
+                record = pending.pop(random.randrange(len(pending)))
+                ledger.resolve(*record, Reason.TRAINED)
+                mine[record] = Reason.TRAINED
+            if random.random() < 0.3:
+                state, durable = ledger.state(), dict(mine)
+        assert ledger.read == len(mine) + ledger.pending
+        assert ledger.resolved[Reason.LOST] == sum(reason is Reason.LOST for reason in mine.values())
+        told = ledger.take_resolved().by_reason().get("lost", {})
+        lost = {place for place, reason in mine.items() if reason is Reason.LOST and place not in known}
+        assert {(int(number), offset) for number, spans in told.items() for offset in covers(spans)} == lost
+        for number in range(present):
+            done = {(number, offset) for offset in logs[number] if offset < ledger.frontiers()[number]}
+            assert done <= mine.keys()
+
+
+def test_what_is_lost_is_what_lies_between_the_frontier_and_the_log_less_what_was_resolved() -> None:
+    ledger = Ledger([0])
+    for offset in range(10):
+        ledger.begin(0, offset)
+    for offset in (0, 1, 4, 5, 8):
+        ledger.resolve(0, offset, Reason.TRAINED)
+    again = Ledger([0], ledger.state())
+    assert again.frontiers() == {0: 2}
+    assert again.lose(0, 7) == [(2, 4), (6, 7)]
+    assert again.frontiers() == {0: 7}
+    assert (again.read, again.resolved, again.pending) == (8, {Reason.TRAINED: 5, Reason.LOST: 3}, 0)
+    assert again.take_resolved().by_reason() == {"lost": {"0": [(2, 4), (6, 7)]}}
+    assert [again.begin(0, offset) for offset in (7, 8, 9)] == [True, False, True]
+
+
+def test_records_that_were_read_are_not_lost() -> None:
+    ledger = Ledger([0])
+    ledger.begin(0, 0)
+    with pytest.raises(AssertionError, match="1 records were read already"):
+        ledger.lose(0, 5)
+
+
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60)), unique=True), st.lists(st.integers(0, 60), max_size=4))
 def test_resolved_offsets_are_told_exactly_and_in_as_few_intervals_as_can_be(
     places: list[tuple[int, int]], taken_after: list[int]

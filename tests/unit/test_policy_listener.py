@@ -45,6 +45,7 @@ class ScriptedReader:
     def __init__(self) -> None:
         self.assigned: Mapping[Partition, int] = {}
         self.closed = False
+        self.last_error = ""
         self._ready = threading.Condition()
         self._batches: list[tuple[list[LogRecord], bool] | BrokerError] = []
         self._at_end = False

@@ -22,7 +22,7 @@ from producers.produce import ProduceLoop
 from producers.tasks.base import Task
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine, FakeScorer, FakeTask, FakeTokenizer, FakeWeights
-from tests.fakes.log import FakeLog, FakeProducer, FakeReader
+from tests.fakes.log import FakeAdmin, FakeLog, FakeProducer, FakeReader
 
 RUN = "loop-run"
 NAMES = TopicNames.with_prefix("")
@@ -118,7 +118,7 @@ class Harness:
         self.producer = MoodyProducer(self.log)
         made = Collaborators(
             topics=NAMES,
-            request_partitions=1,
+            topic_states=FakeAdmin(self.log).topics,
             producer=self.producer,
             open_reader=lambda: FakeReader(self.log),
             weights=puller if puller is not None else self.weights,

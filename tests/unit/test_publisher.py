@@ -34,6 +34,7 @@ class HeldProducer:
         self.full = False
         self.fatal = ""
         self.refuses = ""
+        self.last_error = ""
         self._reports: deque[tuple[Sent, str | None]] = deque()
         self._changed = threading.Condition()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from echo.config import LimitsConfig
 from echo.errors import ConfigError, TopicError
-from echo.topic_plan import NotDone, SettingChange, Unknown, undone
+from echo.topic_plan import NotDone, PartitionIncrease, SettingChange, Unknown, undone
 from echo.topic_spec import SETTINGS, TopicsFile, canonical, default_file
 from echo.topics import (
     Actual,
@@ -256,6 +256,13 @@ def applied(difference: Plan, actual: Actual) -> Actual:
         found = topics[change.topic]
         topics[change.topic] = replace(found, settings={**found.settings, change.key: Reported(change.after, True)})
     return replace(actual, topics=topics)
+
+
+def test_a_plan_that_adds_partitions_says_what_becomes_of_runs_that_use_them() -> None:
+    difference = Plan(partition_increases=(PartitionIncrease("trajectories", 2, 8),))
+    shown = format_plan(difference)
+    assert shown.startswith("~ trajectories: partitions 2 -> 8 (")
+    assert "runs that use it notice within seconds, and read the new ones" in shown
 
 
 @given(specs(), clusters())

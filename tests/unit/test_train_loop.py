@@ -19,7 +19,7 @@ from echo.errors import CheckpointError, FencedError, TrainingError
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.topic_spec import TopicNames
-from tests.fakes.log import FakeGroupOffsets, FakeLog, FakeProducer, FakeReader, FakeTransactions
+from tests.fakes.log import FakeAdmin, FakeGroupOffsets, FakeLog, FakeProducer, FakeReader, FakeTransactions
 from tests.helpers import RUN_ID, full_disk, make_group, make_trajectory
 from tests.unit.test_learner import make_model
 
@@ -46,7 +46,7 @@ class Cluster:
         self.clients = Clients(
             cluster_id=self.log.cluster_id,
             topics=NAMES,
-            partitions=partitions,
+            topic_states=FakeAdmin(self.log).topics,
             open_reader=lambda: FakeReader(self.log),
             open_dead_letters=lambda: FakeProducer(self.log),
             open_control=lambda: FakeTransactions(self.log, transactional_id=RUN_ID),

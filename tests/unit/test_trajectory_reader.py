@@ -13,7 +13,8 @@ from consumers.intake import DeadLetter, Intake
 from consumers.ledger import Ledger, Reason
 from consumers.reader import TrajectoryReader
 from echo import codec
-from echo.log import LogReader, LogRecord
+from echo.errors import BrokerError
+from echo.log import BEGINNING, LogReader, LogRecord, Partition
 from echo.trajectory import Trajectory, group_id, trajectory_id
 from tests.eventually import eventually
 from tests.fakes.log import FakeLog, FakeProducer, FakeReader
@@ -82,8 +83,8 @@ def reading(log: FakeLog, intake: Intake, reader: LogReader | None = None) -> It
         reader=reader or FakeReader(log),
         producer=FakeProducer(log),
         topic=TOPIC,
-        partitions=1,
-        frontiers=intake.frontiers(),
+        partitions=lambda: log.partitions(TOPIC),
+        frontiers=intake.frontiers() or {0: BEGINNING},
         dead_letter_topic=DEAD,
     )
     trajectories.start()
@@ -170,8 +171,8 @@ def by_turns(log: FakeLog, intake: Intake, reader: FakeReader, clock: Clock) -> 
         reader=reader,
         producer=FakeProducer(log),
         topic=TOPIC,
-        partitions=1,
-        frontiers={},
+        partitions=lambda: log.partitions(TOPIC),
+        frontiers={0: 0},
         dead_letter_topic=DEAD,
         clock=clock,
     )
@@ -212,3 +213,67 @@ def test_a_groups_deadline_runs_while_it_is_read_and_not_while_the_process_is_he
     for _ in range(10):
         trajectories._turn()
     assert intake.stats().resolved == {Reason.DEADLINE: 1}
+
+
+class Counted(FakeReader):
+    """Not every broker knows new partitions at once: the first `refusals` times they can't be added."""
+
+    refusals = 2
+
+    def add(self, positions: Mapping[Partition, int]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise BrokerError("not known to every broker yet", retriable=True)
+        super().add(positions)
+
+
+def test_new_partitions_are_read_from_offset_0_as_soon_as_they_can_be() -> None:
+    log, clock = FakeLog(), Clock()
+    intake, reader = make_intake(), Counted(log)
+    trajectories = by_turns(log, intake, reader, clock)
+    log.add_partitions(TOPIC, 3)
+    for number in range(12):
+        for index in (0, 1):
+            put(log, member(number, index))
+    for turn in range(4):
+        trajectories._turn()
+        assert (intake.stats().groups_ready < 12) == (turn < 2)
+    assert set(intake.frontiers()) == {0, 1, 2}
+    assert set(trajectories.lag()) <= {0, 1, 2}
+
+
+def test_new_partitions_are_not_read_while_the_buffer_is_full() -> None:
+    log, clock = FakeLog(), Clock()
+    intake, reader = make_intake(buffer_bytes=member(0, 0).nbytes), Timed(log, clock)
+    trajectories = by_turns(log, intake, reader, clock)
+    put(log, member(0, 0))
+    put(log, member(0, 1))
+    trajectories._turn()
+    trajectories._turn()
+    assert trajectories.paused
+    log.add_partitions(TOPIC, 4)
+    for number in range(1, 9):
+        put(log, member(number, 0))
+        put(log, member(number, 1))
+    for _ in range(5):
+        trajectories._turn()
+    assert intake.stats().read == 2
+    while intake.cut(0):
+        trajectories._turn()
+    assert intake.stats().read == 18
+
+
+def test_it_is_idle_only_while_all_is_read_and_nothing_comes() -> None:
+    log, clock = FakeLog(), Clock()
+    intake, reader = make_intake(buffer_bytes=member(0, 0).nbytes), Timed(log, clock)
+    trajectories = by_turns(log, intake, reader, clock)
+    for _ in range(3):
+        trajectories._turn()
+    assert trajectories.idle_s == 3.0
+    put(log, member(0, 0))
+    put(log, member(0, 1))
+    trajectories._turn()
+    assert trajectories.idle_s == 0.0
+    trajectories._turn()
+    assert trajectories.paused
+    assert trajectories.idle_s == 0.0
