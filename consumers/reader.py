@@ -31,6 +31,7 @@ class TrajectoryReader:
     """Feeds the intake from the trajectories topic until closed.
 
     frontiers: per partition, the offset to begin at; partitions that it does not name are read from their beginning.
+    max_letter_bytes: see `DeadLetters`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TrajectoryReader:
         partitions: int,
         frontiers: Mapping[int, int],
         dead_letter_topic: str,
+        max_letter_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._intake = intake
@@ -50,7 +52,7 @@ class TrajectoryReader:
         self.topic = topic
         self._all = [(topic, number) for number in range(partitions)]
         self._start = {(topic, number): frontiers.get(number, BEGINNING) for number in range(partitions)}
-        self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered)
+        self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered, max_bytes=max_letter_bytes)
         self._clock = clock
         self.paused = False
         self._lag: dict[int, int | None] = {}

@@ -1,5 +1,8 @@
 """Records in: a reader that is told which offsets to read and is trusted by nobody to remember them.
 
+A batch that the client can't unpack is passed over, since no restart would ever get past it: its offsets are returned in its
+place, once it is known where it ends (echo/kafka/batch_end.py).
+
 Refuses consumer groups, commits, and every silent jump to another offset.
 """
 
@@ -11,7 +14,8 @@ from typing import Any, cast
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from echo.errors import BrokerError
+from echo.errors import BrokerError, CorruptRecordError
+from echo.kafka.batch_end import BatchEnd
 from echo.kafka.client import (
     PRODUCER_ONLY,
     ClientErrors,
@@ -34,14 +38,33 @@ _READER_DEFAULTS: dict[str, Any] = {
     "enable.auto.offset.store": False,
     "auto.offset.reset": "error",
     "enable.partition.eof": True,
-    "isolation.level": "read_committed",
     "fetch.wait.max.ms": 100,
     "queued.max.messages.kbytes": 65536,
     # How long fetching rests once that is full. The client's own second is longer than it takes to read 64 MiB.
     "fetch.queue.backoff.ms": 20,
+    # How long it rests after a batch that can't be unpacked: every question about the batch's end waits for it.
+    "fetch.error.backoff.ms": 50,
     "check.crcs": True,
     "allow.auto.create.topics": False,
 }
+
+# What the client reports, again and again, for a batch that it can't unpack: a sum or a codec that is wrong, or more bytes than
+# `receive.message.max.bytes`.
+_UNREADABLE = frozenset({KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG, KafkaError._NOT_IMPLEMENTED})
+# A reader of committed records gets no event for an offset that an open transaction holds back. After so long, it is taken for
+# one that is outside of the batch; if it was inside, the rest of the batch is reported anew.
+_SILENT_S = 10.0
+
+
+class _Passing:
+    """A batch that is being passed over. first: as the client reports it. asked: the offset that was sought; None: none was."""
+
+    def __init__(self, first: int, problem: str, search: BatchEnd) -> None:
+        self.first = first
+        self.problem = problem
+        self.search = search
+        self.asked: int | None = None
+        self.asked_at = 0.0
 
 
 class KafkaLogReader:
@@ -51,6 +74,8 @@ class KafkaLogReader:
     answers. Another one ends reading with a BrokerError, at once or when the broker behind the address is replaced.
     beyond_end_s: how long a position may lie beyond the end of the log. A new leader in Kafka may show an older end for as
     long as a dead follower counts (replica.lag.time.max.ms, 30 s); the embedded broker shows it for ever and returns nothing.
+    committed: for topics that are written in transactions: records of open and aborted ones are not returned. A topic without
+    them is read with False, so that no open transaction of a stranger holds reading up.
     """
 
     def __init__(
@@ -61,11 +86,14 @@ class KafkaLogReader:
         max_record_bytes: int,
         cluster_id: str | None = None,
         beyond_end_s: float = 45.0,
+        committed: bool = True,
     ) -> None:
         self._errors = ClientErrors(client_id)
         self._cluster = SameCluster(cluster_id)
         self._beyond_end_s = beyond_end_s
-        conf = client_settings(settings, _READER_DEFAULTS, client_id=client_id, drop=PRODUCER_ONLY)
+        self._committed = committed
+        defaults = {**_READER_DEFAULTS, "isolation.level": "read_committed" if committed else "read_uncommitted"}
+        conf = client_settings(settings, defaults, client_id=client_id, drop=PRODUCER_ONLY)
         # librdkafka wants a group id even for manual assignment; nothing is ever committed under it.
         conf.setdefault("group.id", client_id)
         conf["fetch.message.max.bytes"] = max_record_bytes
@@ -80,6 +108,8 @@ class KafkaLogReader:
         self._ends: set[Partition] = set()
         self._positions: dict[Partition, int] = {}
         self._beyond_since: dict[Partition, float] = {}
+        self._passing: dict[Partition, _Passing] = {}
+        self._seeks: dict[Partition, int] = {}
         self._failed: BrokerError | None = None
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
@@ -103,6 +133,8 @@ class KafkaLogReader:
             self._ends = set()
             self._positions = {partition: offset for partition, offset in positions.items() if offset >= 0}
             self._beyond_since = {}
+            self._passing = {}
+            self._seeks = {}
             self._failed = None
 
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
@@ -114,15 +146,17 @@ class KafkaLogReader:
             raise wrap_error(error.args[0], "reading") from None
         records: list[LogRecord] = []
         with self._lock:
-            told = 0
             for message in messages:
-                if message.error() is None:
-                    records.append(_record(message))
+                if message.error() is not None:
+                    self._on_error(message, records)
                 else:
-                    self._advance(records[told:])
-                    told = len(records)
-                    self._on_error(message)
-            self._advance(records[told:])
+                    record = _record(message)
+                    if self._fits(record, records):
+                        records.append(record)
+            if self._passing:
+                self._break_silence(records)
+        if self._seeks:
+            self._seek()
         if not records:
             self._check()
         return records
@@ -183,20 +217,116 @@ class KafkaLogReader:
                 self._failed = _no_such_offset(f"{topic}[{number}]@{position}", f"the log ends at {high}")
                 raise self._failed
 
-    def _advance(self, records: Iterable[LogRecord]) -> None:
-        for partition, offset in {(record.topic, record.partition): record.offset for record in records}.items():
-            self._ends.discard(partition)
-            self._positions[partition] = offset + 1
+    def _fits(self, record: LogRecord, records: list[LogRecord]) -> bool:
+        """Whether a record is next in its partition."""
+        partition, offset = (record.topic, record.partition), record.offset
+        position = self._positions.get(partition, offset)
+        if offset != position or self._passing or self._seeks:
+            # Anything of before a seek that is due is read again after it.
+            if partition in self._seeks:
+                return False
+            if partition in self._passing:
+                self._answer(partition, None if self._is_beyond_end(partition, offset) else offset, records)
+                return False
+            if offset < position:
+                # In a batch that is not compressed, Kafka keeps whatever offsets its records claim to have.
+                log.warning("a record claims an offset that was read already, and is left out", where=record.where)
+                return False
+            if self._is_beyond_end(partition, offset):
+                self._pass_over(partition, position, f"a record in it claims offset {offset}, which is beyond the log's end")
+                return False
+        self._ends.discard(partition)
+        self._positions[partition] = offset + 1
+        return True
 
-    def _on_error(self, message: Message) -> None:
+    def _is_beyond_end(self, partition: Partition, offset: int) -> bool:
+        high = self._high(partition)
+        return high is not None and offset >= high
+
+    def _on_unreadable(self, partition: Partition, first: int, problem: str, records: list[LogRecord]) -> None:
+        if partition in self._seeks:
+            return
+        passing = self._passing.get(partition)
+        if passing is None:
+            self._pass_over(partition, first, problem)
+        else:
+            self._answer(partition, None if first == passing.first else first, records)
+
+    def _pass_over(self, partition: Partition, first: int, problem: str) -> None:
+        low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
+        begin = max(first, low, self._positions.get(partition, first))
+        self._ends.discard(partition)
+        self._passing[partition] = passing = _Passing(first, problem, BatchEnd(begin, high))
+        self._seeks[partition] = passing.search.end if passing.search.ask is None else passing.search.ask
+        if passing.search.ask is None:
+            return
+        topic, number = partition
+        log.warning("a batch can't be read, looking for its end", where=f"{topic}[{number}]@{begin}", error=problem)
+
+    def _answer(self, partition: Partition, beyond: int | None, records: list[LogRecord]) -> None:
+        """What came from the offset asked for: the same batch (None), or something else, which begins at `beyond`."""
+        search = self._passing[partition].search
+        if search.ask is not None:
+            search.inside() if beyond is None else search.beyond(beyond)
+        if search.ask is not None:
+            self._seeks[partition] = search.ask
+            return
+        self._finish(partition, records)
+
+    def _finish(self, partition: Partition, records: list[LogRecord]) -> None:
+        """The end is known: return the batch's offsets, and read on after them."""
+        passing = self._passing.pop(partition)
+        topic, number = partition
+        first, end = passing.search.first, passing.search.end
+        problem = f"the batch of offsets {first} to {end - 1} can't be read: {passing.problem}"
+        unreadable = LogRecord(topic, number, first, None, (), None, 0, problem, end - first)
+        log.warning("passed over", where=unreadable.where, error=problem)
+        records.append(unreadable)
+        self._positions[partition] = end
+        self._seeks[partition] = end
+
+    def _break_silence(self, records: list[LogRecord]) -> None:
+        """See `_SILENT_S`. A search whose end needs no question ends here, too."""
+        now = time.monotonic()
+        for partition, passing in list(self._passing.items()):
+            if passing.search.ask is None:
+                self._finish(partition, records)
+            elif partition in self._seeks:
+                continue
+            elif partition in self._paused or passing.asked is None:
+                passing.asked_at = now
+            elif self._committed and now - passing.asked_at >= _SILENT_S:
+                self._answer(partition, passing.asked, records)
+
+    def _seek(self) -> None:
+        for partition, offset in list(self._seeks.items()):
+            try:
+                self._consumer.seek(TopicPartition(*partition, offset))
+            except KafkaException as error:
+                # The client has just lost the partition's leader: what it reports then goes nowhere, and is sought again.
+                log.info("seeking failed, trying again", partition=partition, offset=offset, error=str(error.args[0]))
+                continue
+            del self._seeks[partition]
+            if (passing := self._passing.get(partition)) is not None:
+                passing.asked, passing.asked_at = offset, time.monotonic()
+
+    def _on_error(self, message: Message, records: list[LogRecord]) -> None:
         error = message.error()
         assert error is not None
         partition = (str(message.topic()), or_default(message.partition(), -1))
         where = f"{partition[0]}[{partition[1]}]@{or_default(message.offset(), -1)}"
         if error.code() == KafkaError._PARTITION_EOF:
+            end = or_default(message.offset(), 0)
+            if partition in self._seeks:
+                return
+            if partition in self._passing:
+                self._answer(partition, end, records)
+                return
             self._ends.add(partition)
             # Commit markers and compacted records take offsets that nobody ever reads; the end event tells where we really are.
-            self._positions[partition] = or_default(message.offset(), 0)
+            self._positions[partition] = end
+        elif error.code() in _UNREADABLE and (first := or_default(message.offset(), -1)) >= 0:
+            self._on_unreadable(partition, first, f"{error.name()}: {error.str()}", records)
         elif error.code() == KafkaError._AUTO_OFFSET_RESET:
             self._failed = _no_such_offset(where, error.str())
         else:
@@ -215,31 +345,48 @@ def _no_such_offset(where: str, detail: str) -> BrokerError:
 
 
 class _Headers(Sequence[tuple[str, bytes | None]]):
-    """A message's headers, made when they are looked at: that costs more than all else about a record dropped by its key."""
+    """A message's headers, made when they are looked at: that costs more than all else about a record dropped by its key.
 
-    __slots__ = ("_message",)
+    Raises CorruptRecordError, each time, for headers that the client can't make.
+    """
+
+    __slots__ = ("_made", "_message", "_problem")
 
     def __init__(self, message: Message) -> None:
-        self._message = message
+        self._message: Message | None = message
+        self._made: list[tuple[str, bytes | None]] = []
+        self._problem = ""
 
     def __iter__(self) -> Iterator[tuple[str, bytes | None]]:
-        return iter(self._made())
+        return iter(self._get())
 
     def __len__(self) -> int:
-        return len(self._made())
+        return len(self._get())
 
     def __getitem__(self, at: Any) -> Any:
-        return self._made()[at]
+        return self._get()[at]
 
     def __eq__(self, other: object) -> bool:
-        return self._made() == (list(other) if isinstance(other, Sequence) else other)
+        return self._get() == (list(other) if isinstance(other, Sequence) else other)
 
     def __repr__(self) -> str:
-        return repr(self._made())
+        try:
+            return repr(self._get())
+        except CorruptRecordError as error:
+            return f"<{error}>"
 
-    def _made(self) -> list[tuple[str, bytes | None]]:
-        # The client keeps what it has made once.
-        return cast("list[tuple[str, bytes | None]]", self._message.headers() or [])
+    def _get(self) -> list[tuple[str, bytes | None]]:
+        message, self._message = self._message, None
+        if message is not None:
+            try:
+                self._made = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+            except (SystemError, UnicodeDecodeError):
+                # The client decodes names as UTF-8 and ignores a failure, so that Python raises SystemError. Asked once more,
+                # it gives a list with a null pointer in it, which ends the process when it is touched: never ask twice.
+                self._problem = "the name of a header is not UTF-8, so that no header of the record can be read"
+        if self._problem:
+            raise CorruptRecordError(self._problem)
+        return self._made
 
 
 def _record(message: Message) -> LogRecord:
@@ -253,5 +400,7 @@ def _record(message: Message) -> LogRecord:
             _Headers(message),
             message.value(),
             message.timestamp()[1],
+            "",
+            1,
         )
     )
