@@ -6,10 +6,11 @@ place, once it is known where it ends (echo/kafka/batch_end.py).
 Refuses consumer groups, commits, and every silent jump to another offset.
 """
 
+import operator
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -54,6 +55,8 @@ _UNREADABLE = frozenset({KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG, Kafka
 # A reader of committed records gets no event for an offset that an open transaction holds back. After so long, it is taken for
 # one that is outside of the batch; if it was inside, the rest of the batch is reported anew.
 _SILENT_S = 10.0
+# A transaction of ours is open for less: what holds back records for longer is a stranger's, or its holder is dead.
+_HELD_S = 5.0
 
 
 class _Passing:
@@ -110,6 +113,8 @@ class KafkaLogReader:
         self._beyond_since: dict[Partition, float] = {}
         self._passing: dict[Partition, _Passing] = {}
         self._seeks: dict[Partition, int] = {}
+        self._held_since: dict[Partition, float] = {}
+        self._held = ""
         self._failed: BrokerError | None = None
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
@@ -135,6 +140,7 @@ class KafkaLogReader:
             self._beyond_since = {}
             self._passing = {}
             self._seeks = {}
+            self._held_since = {}
             self._failed = None
 
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
@@ -189,7 +195,7 @@ class KafkaLogReader:
 
     @property
     def last_error(self) -> str:
-        return self._errors.last
+        return self._held or self._errors.last
 
     def _high(self, partition: Partition) -> int | None:
         """The high watermark of the last fetch. Never asked of the broker: the embedded one answers that question wrongly."""
@@ -203,6 +209,8 @@ class KafkaLogReader:
         if self._cluster.due():
             self._cluster.check(self._consumer)
             self._check_positions()
+            if self._committed:
+                self._check_held()
 
     def _check_positions(self) -> None:
         now = time.monotonic()
@@ -216,6 +224,28 @@ class KafkaLogReader:
                 topic, number = partition
                 self._failed = _no_such_offset(f"{topic}[{number}]@{position}", f"the log ends at {high}")
                 raise self._failed
+
+    def _check_held(self) -> None:
+        """Notice a transaction that stays open: the end of what is committed is then before the end of the log."""
+        now, behind = time.monotonic(), self.lag()
+        with self._lock:
+            held = {partition: behind.get(partition) or 0 for partition in self._ends}
+        self._held_since = {
+            partition: self._held_since.get(partition, now) for partition, offsets in held.items() if offsets > 0
+        }
+        long = [partition for partition, since in self._held_since.items() if now - since >= _HELD_S]
+        before, self._held = self._held, ""
+        if long:
+            (topic, number), offsets = long[0], sum(held[partition] for partition in long)
+            place = f"{topic}[{number}]@{self._positions[long[0]]}"
+            self._held = (
+                f"a transaction that is still open holds back {offsets} offsets from {place} on: the broker ends it at its "
+                "timeout (transaction.timeout.ms of the client that began it)"
+            )
+            if not before:
+                log.warning("reading is held up", where=place, error=self._held)
+        elif before:
+            log.info("reading is held up no more")
 
     def _fits(self, record: LogRecord, records: list[LogRecord]) -> bool:
         """Whether a record is next in its partition."""
@@ -344,6 +374,12 @@ def _no_such_offset(where: str, detail: str) -> BrokerError:
     )
 
 
+# The client's method may return a list although it failed, and leave its exception set. Called from C, Python looks for that
+# and raises SystemError. So does `message.headers()` at first, but no more once the interpreter has specialised the call: the
+# exception then comes up in some other call.
+_headers_of: Callable[[Message], list[tuple[str, bytes | None]] | None] = operator.methodcaller("headers")
+
+
 class _Headers(Sequence[tuple[str, bytes | None]]):
     """A message's headers, made when they are looked at: that costs more than all else about a record dropped by its key.
 
@@ -379,10 +415,10 @@ class _Headers(Sequence[tuple[str, bytes | None]]):
         message, self._message = self._message, None
         if message is not None:
             try:
-                self._made = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+                self._made = _headers_of(message) or []
             except (SystemError, UnicodeDecodeError):
-                # The client decodes names as UTF-8 and ignores a failure, so that Python raises SystemError. Asked once more,
-                # it gives a list with a null pointer in it, which ends the process when it is touched: never ask twice.
+                # The client decodes names as UTF-8 and ignores a failure. The list that it gives all the same has a null
+                # pointer in it, which ends the process when it is touched: never ask a second time.
                 self._problem = "the name of a header is not UTF-8, so that no header of the record can be read"
         if self._problem:
             raise CorruptRecordError(self._problem)

@@ -10,6 +10,7 @@ without authentication.
 import gzip
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
@@ -24,6 +25,8 @@ RawHeader = tuple[bytes | None, bytes | None]
 
 _TIMEOUT_S = 30.0
 _PRODUCE, _VERSION = 0, 8
+# UNKNOWN_TOPIC_OR_PARTITION, NOT_LEADER_OR_FOLLOWER
+_NOT_YET = (3, 6)
 
 
 class Answer(NamedTuple):
@@ -129,12 +132,13 @@ def pack(raw: bytes, codec: int) -> bytes:
     return raw
 
 
-def bomb(nbytes: int, codec: int, *, key: bytes | None = None, headers: Sequence[RawHeader] = ()) -> bytes:
-    """A batch of one record whose value is `nbytes` zeros, in a few kilobytes, without ever holding them here."""
+def bomb(nbytes: int, codec: int, *, key: bytes | None = None, headers: Sequence[RawHeader] = (), span: int = 1) -> bytes:
+    """A batch of `span` records, the last of which has a value of `nbytes` zeros, in a few kilobytes."""
+    before = b"".join(record(b"small", key=key, offset_delta=number) for number in range(span - 1))
     tail = varint(len(headers)) + b"".join(sized(name) + sized(content) for name, content in headers)
-    start = b"\0" + varint(0) + varint(0) + sized(key) + varint(nbytes)
-    start = varint(len(start) + nbytes + len(tail)) + start
-    return batch([], codec=codec, packed=_zeros(start, nbytes, tail, codec), count=1)
+    start = b"\0" + varint(0) + varint(span - 1) + sized(key) + varint(nbytes)
+    start = before + varint(len(start) + nbytes + len(tail)) + start
+    return batch([], codec=codec, packed=_zeros(start, nbytes, tail, codec), count=span)
 
 
 def _zeros(start: bytes, nbytes: int, tail: bytes, codec: int) -> bytes:
@@ -218,6 +222,13 @@ class RawProducer:
         self._socket: socket.socket | None = None
 
     def produce(self, topic: str, partition: int, raw: bytes, *, acks: int = -1) -> Answer:
+        """Send one batch. A topic that was only just made is asked again, until its leader knows it."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while (answer := self._try(topic, partition, raw, acks)).error in _NOT_YET and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return answer
+
+    def _try(self, topic: str, partition: int, raw: bytes, acks: int) -> Answer:
         try:
             return self._ask(topic, partition, raw, acks)
         except ConnectionError as error:
