@@ -54,18 +54,30 @@ _READER_DEFAULTS: dict[str, Any] = {
 _UNREADABLE = frozenset({KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG, KafkaError._NOT_IMPLEMENTED})
 # A reader of committed records gets no event for an offset that an open transaction holds back. After so long, it is taken for
 # one that is outside of the batch; if it was inside, the rest of the batch is reported anew.
-_SILENT_S = 10.0
+_HIDDEN_S = 10.0
+# The client reports nothing at all for a batch whose records it can't tell apart, and asks for it for ever. A partition that
+# gives nothing for so long although its log goes on is looked into: its leader is asked anything else, on the connection on
+# which records come. When it has answered, it has answered what was asked for before, too.
+_STALLED_S = 5.0
+_ANSWER_S = 1.0
+# From seeking an offset until the client has asked the broker for its records.
+_SOUGHT_S = 1.0
 # A transaction of ours is open for less: what holds back records for longer is a stranger's, or its holder is dead.
 _HELD_S = 5.0
 
 
 class _Passing:
-    """A batch that is being passed over. first: as the client reports it. asked: the offset that was sought; None: none was."""
+    """A batch that is being passed over. first: as the client reports it. asked: the offset that was sought; None: none was.
 
-    def __init__(self, first: int, problem: str, search: BatchEnd) -> None:
+    silent: the client does not report it. Then it is asked for once more before its end is looked for (`confirmed`).
+    """
+
+    def __init__(self, first: int, problem: str, search: BatchEnd, *, silent: bool) -> None:
         self.first = first
         self.problem = problem
         self.search = search
+        self.silent = silent
+        self.confirmed = not silent
         self.asked: int | None = None
         self.asked_at = 0.0
 
@@ -115,6 +127,7 @@ class KafkaLogReader:
         self._seeks: dict[Partition, int] = {}
         self._held_since: dict[Partition, float] = {}
         self._held = ""
+        self._stalled: dict[Partition, tuple[int, float]] = {}
         self._failed: BrokerError | None = None
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
@@ -141,6 +154,7 @@ class KafkaLogReader:
             self._passing = {}
             self._seeks = {}
             self._held_since = {}
+            self._stalled = {}
             self._failed = None
 
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
@@ -159,8 +173,8 @@ class KafkaLogReader:
                     record = _record(message)
                     if self._fits(record, records):
                         records.append(record)
-            if self._passing:
-                self._break_silence(records)
+        if self._passing:
+            self._break_silence(records)
         if self._seeks:
             self._seek()
         if not records:
@@ -211,6 +225,8 @@ class KafkaLogReader:
             self._check_positions()
             if self._committed:
                 self._check_held()
+            else:
+                self._check_stalled()
 
     def _check_positions(self) -> None:
         now = time.monotonic()
@@ -280,22 +296,58 @@ class KafkaLogReader:
         if passing is None:
             self._pass_over(partition, first, problem)
         else:
-            self._answer(partition, None if first == passing.first else first, records)
+            self._answer(partition, None if first <= passing.first else first, records)
 
-    def _pass_over(self, partition: Partition, first: int, problem: str) -> None:
+    def _check_stalled(self) -> None:
+        """Look into partitions that give nothing although their log goes on. See `_STALLED_S`."""
+        now, before, self._stalled = time.monotonic(), self._stalled, {}
+        with self._lock:
+            for partition in self._assigned - self._paused - self._ends - self._passing.keys() - self._seeks.keys():
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
+                position = self._positions.get(partition, low)
+                if not 0 <= position < high:
+                    continue
+                known, since = before.get(partition, (-1, now))
+                self._stalled[partition] = (position, since if known == position else now)
+                if known == position and now - since >= _STALLED_S:
+                    self._pass_over(partition, position, "the client gives nothing of it, and no error", silent=True)
+        if self._seeks:
+            self._seek()
+
+    def _broker_answers(self, partition: Partition) -> bool:
+        try:
+            self._consumer.get_watermark_offsets(TopicPartition(*partition), _ANSWER_S, cached=False)
+        except KafkaException:
+            return False
+        return True
+
+    def _pass_over(self, partition: Partition, first: int, problem: str, *, silent: bool = False) -> None:
         low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
         begin = max(first, low, self._positions.get(partition, first))
         self._ends.discard(partition)
-        self._passing[partition] = passing = _Passing(first, problem, BatchEnd(begin, high))
-        self._seeks[partition] = passing.search.end if passing.search.ask is None else passing.search.ask
-        if passing.search.ask is None:
-            return
-        topic, number = partition
-        log.warning("a batch can't be read, looking for its end", where=f"{topic}[{number}]@{begin}", error=problem)
+        self._passing[partition] = passing = _Passing(first, problem, BatchEnd(begin, high), silent=silent)
+        if silent:
+            self._seeks[partition] = begin
+        else:
+            self._look_on(partition, passing)
+
+    def _look_on(self, partition: Partition, passing: _Passing) -> None:
+        """It is known that the batch can't be read."""
+        passing.confirmed = True
+        ask = passing.search.ask
+        self._seeks[partition] = passing.search.end if ask is None else ask
+        if ask is not None:
+            place = f"{partition[0]}[{partition[1]}]@{passing.search.first}"
+            log.warning("a batch can't be read, looking for its end", where=place, error=passing.problem)
 
     def _answer(self, partition: Partition, beyond: int | None, records: list[LogRecord]) -> None:
         """What came from the offset asked for: the same batch (None), or something else, which begins at `beyond`."""
         search = self._passing[partition].search
+        if not self._passing[partition].confirmed:
+            # It can be read, and was only late.
+            del self._passing[partition]
+            self._seeks[partition] = search.first
+            return
         if search.ask is not None:
             search.inside() if beyond is None else search.beyond(beyond)
         if search.ask is not None:
@@ -316,17 +368,27 @@ class KafkaLogReader:
         self._seeks[partition] = end
 
     def _break_silence(self, records: list[LogRecord]) -> None:
-        """See `_SILENT_S`. A search whose end needs no question ends here, too."""
+        """Draw the conclusion where nothing came from an offset asked for. A search that needs no question ends here, too."""
         now = time.monotonic()
-        for partition, passing in list(self._passing.items()):
-            if passing.search.ask is None:
-                self._finish(partition, records)
-            elif partition in self._seeks:
-                continue
-            elif partition in self._paused or passing.asked is None:
+        quiet: list[Partition] = []
+        for partition, passing in self._passing.items():
+            if partition in self._paused or passing.asked is None:
                 passing.asked_at = now
-            elif self._committed and now - passing.asked_at >= _SILENT_S:
-                self._answer(partition, passing.asked, records)
+            elif partition not in self._seeks and now - passing.asked_at >= (_SOUGHT_S if passing.silent else _HIDDEN_S):
+                quiet.append(partition)
+        quiet = [
+            partition
+            for partition in quiet
+            if (self._broker_answers(partition) if self._passing[partition].silent else self._committed)
+        ]
+        with self._lock:
+            for partition, passing in list(self._passing.items()):
+                if passing.confirmed and passing.search.ask is None:
+                    self._finish(partition, records)
+                elif partition in quiet and not passing.confirmed:
+                    self._look_on(partition, passing)
+                elif partition in quiet:
+                    self._answer(partition, None if passing.silent else passing.asked, records)
 
     def _seek(self) -> None:
         for partition, offset in list(self._seeks.items()):
