@@ -6,17 +6,16 @@ place, once it is known where it ends (echo/kafka/batch_end.py).
 Refuses consumer groups, commits, and every silent jump to another offset.
 """
 
-import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from echo.errors import BrokerError, CorruptRecordError
-from echo.kafka.batch_end import BatchEnd
+from echo.errors import BrokerError
 from echo.kafka.client import (
     PRODUCER_ONLY,
     ClientErrors,
@@ -28,6 +27,8 @@ from echo.kafka.client import (
     or_default,
     wrap_error,
 )
+from echo.kafka.passing import PassingOver
+from echo.kafka.record import record_of
 from echo.log import BEGINNING, LogRecord, Partition
 
 log = structlog.get_logger("kafka")
@@ -52,34 +53,8 @@ _READER_DEFAULTS: dict[str, Any] = {
 # What the client reports, again and again, for a batch that it can't unpack: a sum or a codec that is wrong, or more bytes than
 # `receive.message.max.bytes`.
 _UNREADABLE = frozenset({KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG, KafkaError._NOT_IMPLEMENTED})
-# A reader of committed records gets no event for an offset that an open transaction holds back. After so long, it is taken for
-# one that is outside of the batch; if it was inside, the rest of the batch is reported anew.
-_HIDDEN_S = 10.0
-# The client reports nothing at all for a batch whose records it can't tell apart, and asks for it for ever. A partition that
-# gives nothing for so long although its log goes on is looked into: its leader is asked anything else, on the connection on
-# which records come. When it has answered, it has answered what was asked for before, too.
-_STALLED_S = 5.0
-_ANSWER_S = 1.0
-# From seeking an offset until the client has asked the broker for its records.
-_SOUGHT_S = 1.0
 # A transaction of ours is open for less: what holds back records for longer is a stranger's, or its holder is dead.
 _HELD_S = 5.0
-
-
-class _Passing:
-    """A batch that is being passed over. first: as the client reports it. asked: the offset that was sought; None: none was.
-
-    silent: the client does not report it. Then it is asked for once more before its end is looked for (`confirmed`).
-    """
-
-    def __init__(self, first: int, problem: str, search: BatchEnd, *, silent: bool) -> None:
-        self.first = first
-        self.problem = problem
-        self.search = search
-        self.silent = silent
-        self.confirmed = not silent
-        self.asked: int | None = None
-        self.asked_at = 0.0
 
 
 class KafkaLogReader:
@@ -123,14 +98,18 @@ class KafkaLogReader:
         self._ends: set[Partition] = set()
         self._positions: dict[Partition, int] = {}
         self._beyond_since: dict[Partition, float] = {}
-        self._passing: dict[Partition, _Passing] = {}
-        self._seeks: dict[Partition, int] = {}
+        self._passing = PassingOver(self._consumer, committed=committed)
         self._held_since: dict[Partition, float] = {}
         self._held = ""
-        self._stalled: dict[Partition, tuple[int, float]] = {}
         self._failed: BrokerError | None = None
+        self._open_scout = partial(
+            KafkaLogReader, settings, client_id=client_id, max_record_bytes=max_record_bytes, committed=False
+        )
+        self._scout: tuple[Partition, KafkaLogReader] | None = None
+        self._scouted: list[LogRecord] = []
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
+        self._dismiss_scout()
         wanted = [
             TopicPartition(topic, number, OFFSET_BEGINNING if offset == BEGINNING else offset)
             for (topic, number), offset in positions.items()
@@ -151,10 +130,8 @@ class KafkaLogReader:
             self._ends = set()
             self._positions = {partition: offset for partition, offset in positions.items() if offset >= 0}
             self._beyond_since = {}
-            self._passing = {}
-            self._seeks = {}
+            self._passing.clear()
             self._held_since = {}
-            self._stalled = {}
             self._failed = None
 
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
@@ -166,17 +143,22 @@ class KafkaLogReader:
             raise wrap_error(error.args[0], "reading") from None
         records: list[LogRecord] = []
         with self._lock:
+            while self._scouted:
+                unreadable = self._scouted.pop()
+                self._passing.resume((unreadable.topic, unreadable.partition), unreadable.end)
+                self._take_unreadable(unreadable, records)
             for message in messages:
                 if message.error() is not None:
                     self._on_error(message, records)
                 else:
-                    record = _record(message)
+                    record = record_of(message)
                     if self._fits(record, records):
                         records.append(record)
         if self._passing:
-            self._break_silence(records)
-        if self._seeks:
-            self._seek()
+            passed = self._passing.go_on(self._paused)
+            with self._lock:
+                for unreadable in passed:
+                    self._take_unreadable(unreadable, records)
         if not records:
             self._check()
         return records
@@ -205,6 +187,7 @@ class KafkaLogReader:
         return found
 
     def close(self) -> None:
+        self._dismiss_scout()
         self._consumer.close()
 
     @property
@@ -223,10 +206,11 @@ class KafkaLogReader:
         if self._cluster.due():
             self._cluster.check(self._consumer)
             self._check_positions()
+            with self._lock:
+                still = self._passing.look_into(self._assigned - self._paused - self._ends, self._positions)
             if self._committed:
                 self._check_held()
-            else:
-                self._check_stalled()
+                self._scout_ahead(still)
 
     def _check_positions(self) -> None:
         now = time.monotonic()
@@ -263,23 +247,49 @@ class KafkaLogReader:
         elif before:
             log.info("reading is held up no more")
 
+    def _scout_ahead(self, still: Mapping[Partition, int]) -> None:
+        """Have a reader that sees all records look at a place that gives nothing to one of committed records."""
+        if self._scout is None:
+            for partition, position in still.items():
+                self._scout = (partition, self._open_scout())
+                self._scout[1].assign({partition: position})
+                return
+            return
+        partition, scout = self._scout
+        try:
+            found = scout.read(1, 0.0)
+        except BrokerError as error:
+            log.info("looking ahead failed", where=partition, error=str(error))
+            self._dismiss_scout()
+            return
+        if found or scout.at_end():
+            self._dismiss_scout()
+            # Meanwhile it may have been read all the same.
+            if found and found[0].unreadable and still.get(partition) == found[0].offset:
+                self._scouted.append(found[0])
+
+    def _dismiss_scout(self) -> None:
+        scout, self._scout = self._scout, None
+        self._scouted = []
+        if scout is not None:
+            scout[1].close()
+
     def _fits(self, record: LogRecord, records: list[LogRecord]) -> bool:
         """Whether a record is next in its partition."""
         partition, offset = (record.topic, record.partition), record.offset
         position = self._positions.get(partition, offset)
-        if offset != position or self._passing or self._seeks:
-            # Anything of before a seek that is due is read again after it.
-            if partition in self._seeks:
-                return False
-            if partition in self._passing:
-                self._answer(partition, None if self._is_beyond_end(partition, offset) else offset, records)
+        if offset != position or self._passing:
+            if self._passing.holds(partition):
+                beyond = self._is_beyond_end(partition, offset)
+                self._take_unreadable(self._passing.came(partition, None if beyond else offset), records)
                 return False
             if offset < position:
-                # In a batch that is not compressed, Kafka keeps whatever offsets its records claim to have.
+                # A topic that keeps batches as they come keeps whatever offsets their records claim to have.
                 log.warning("a record claims an offset that was read already, and is left out", where=record.where)
                 return False
             if self._is_beyond_end(partition, offset):
-                self._pass_over(partition, position, f"a record in it claims offset {offset}, which is beyond the log's end")
+                problem = f"a record in it claims offset {offset}, which is beyond the log's end"
+                self._take_unreadable(self._passing.reported(partition, position, position, problem), records)
                 return False
         self._ends.discard(partition)
         self._positions[partition] = offset + 1
@@ -289,118 +299,10 @@ class KafkaLogReader:
         high = self._high(partition)
         return high is not None and offset >= high
 
-    def _on_unreadable(self, partition: Partition, first: int, problem: str, records: list[LogRecord]) -> None:
-        if partition in self._seeks:
-            return
-        passing = self._passing.get(partition)
-        if passing is None:
-            self._pass_over(partition, first, problem)
-        else:
-            self._answer(partition, None if first <= passing.first else first, records)
-
-    def _check_stalled(self) -> None:
-        """Look into partitions that give nothing although their log goes on. See `_STALLED_S`."""
-        now, before, self._stalled = time.monotonic(), self._stalled, {}
-        with self._lock:
-            for partition in self._assigned - self._paused - self._ends - self._passing.keys() - self._seeks.keys():
-                low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-                position = self._positions.get(partition, low)
-                if not 0 <= position < high:
-                    continue
-                known, since = before.get(partition, (-1, now))
-                self._stalled[partition] = (position, since if known == position else now)
-                if known == position and now - since >= _STALLED_S:
-                    self._pass_over(partition, position, "the client gives nothing of it, and no error", silent=True)
-        if self._seeks:
-            self._seek()
-
-    def _broker_answers(self, partition: Partition) -> bool:
-        try:
-            self._consumer.get_watermark_offsets(TopicPartition(*partition), _ANSWER_S, cached=False)
-        except KafkaException:
-            return False
-        return True
-
-    def _pass_over(self, partition: Partition, first: int, problem: str, *, silent: bool = False) -> None:
-        low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
-        begin = max(first, low, self._positions.get(partition, first))
-        self._ends.discard(partition)
-        self._passing[partition] = passing = _Passing(first, problem, BatchEnd(begin, high), silent=silent)
-        if silent:
-            self._seeks[partition] = begin
-        else:
-            self._look_on(partition, passing)
-
-    def _look_on(self, partition: Partition, passing: _Passing) -> None:
-        """It is known that the batch can't be read."""
-        passing.confirmed = True
-        ask = passing.search.ask
-        self._seeks[partition] = passing.search.end if ask is None else ask
-        if ask is not None:
-            place = f"{partition[0]}[{partition[1]}]@{passing.search.first}"
-            log.warning("a batch can't be read, looking for its end", where=place, error=passing.problem)
-
-    def _answer(self, partition: Partition, beyond: int | None, records: list[LogRecord]) -> None:
-        """What came from the offset asked for: the same batch (None), or something else, which begins at `beyond`."""
-        search = self._passing[partition].search
-        if not self._passing[partition].confirmed:
-            # It can be read, and was only late.
-            del self._passing[partition]
-            self._seeks[partition] = search.first
-            return
-        if search.ask is not None:
-            search.inside() if beyond is None else search.beyond(beyond)
-        if search.ask is not None:
-            self._seeks[partition] = search.ask
-            return
-        self._finish(partition, records)
-
-    def _finish(self, partition: Partition, records: list[LogRecord]) -> None:
-        """The end is known: return the batch's offsets, and read on after them."""
-        passing = self._passing.pop(partition)
-        topic, number = partition
-        first, end = passing.search.first, passing.search.end
-        problem = f"the batch of offsets {first} to {end - 1} can't be read: {passing.problem}"
-        unreadable = LogRecord(topic, number, first, None, (), None, 0, problem, end - first)
-        log.warning("passed over", where=unreadable.where, error=problem)
-        records.append(unreadable)
-        self._positions[partition] = end
-        self._seeks[partition] = end
-
-    def _break_silence(self, records: list[LogRecord]) -> None:
-        """Draw the conclusion where nothing came from an offset asked for. A search that needs no question ends here, too."""
-        now = time.monotonic()
-        quiet: list[Partition] = []
-        for partition, passing in self._passing.items():
-            if partition in self._paused or passing.asked is None:
-                passing.asked_at = now
-            elif partition not in self._seeks and now - passing.asked_at >= (_SOUGHT_S if passing.silent else _HIDDEN_S):
-                quiet.append(partition)
-        quiet = [
-            partition
-            for partition in quiet
-            if (self._broker_answers(partition) if self._passing[partition].silent else self._committed)
-        ]
-        with self._lock:
-            for partition, passing in list(self._passing.items()):
-                if passing.confirmed and passing.search.ask is None:
-                    self._finish(partition, records)
-                elif partition in quiet and not passing.confirmed:
-                    self._look_on(partition, passing)
-                elif partition in quiet:
-                    self._answer(partition, None if passing.silent else passing.asked, records)
-
-    def _seek(self) -> None:
-        for partition, offset in list(self._seeks.items()):
-            try:
-                self._consumer.seek(TopicPartition(*partition, offset))
-            except KafkaException as error:
-                # The client has just lost the partition's leader: what it reports then goes nowhere, and is sought again.
-                log.info("seeking failed, trying again", partition=partition, offset=offset, error=str(error.args[0]))
-                continue
-            del self._seeks[partition]
-            if (passing := self._passing.get(partition)) is not None:
-                passing.asked, passing.asked_at = offset, time.monotonic()
+    def _take_unreadable(self, unreadable: LogRecord | None, records: list[LogRecord]) -> None:
+        if unreadable is not None:
+            records.append(unreadable)
+            self._positions[unreadable.topic, unreadable.partition] = unreadable.end
 
     def _on_error(self, message: Message, records: list[LogRecord]) -> None:
         error = message.error()
@@ -409,16 +311,16 @@ class KafkaLogReader:
         where = f"{partition[0]}[{partition[1]}]@{or_default(message.offset(), -1)}"
         if error.code() == KafkaError._PARTITION_EOF:
             end = or_default(message.offset(), 0)
-            if partition in self._seeks:
-                return
-            if partition in self._passing:
-                self._answer(partition, end, records)
+            if self._passing.holds(partition):
+                self._take_unreadable(self._passing.came(partition, end), records)
                 return
             self._ends.add(partition)
             # Commit markers and compacted records take offsets that nobody ever reads; the end event tells where we really are.
             self._positions[partition] = end
         elif error.code() in _UNREADABLE and (first := or_default(message.offset(), -1)) >= 0:
-            self._on_unreadable(partition, first, f"{error.name()}: {error.str()}", records)
+            self._ends.discard(partition)
+            problem = f"{error.name()}: {error.str()}"
+            self._take_unreadable(self._passing.reported(partition, first, self._positions.get(partition), problem), records)
         elif error.code() == KafkaError._AUTO_OFFSET_RESET:
             self._failed = _no_such_offset(where, error.str())
         else:
@@ -433,72 +335,4 @@ def _no_such_offset(where: str, detail: str) -> BrokerError:
     return BrokerError(
         f"reading {where}: the log does not hold this offset ({detail}); retention deleted it, or this is another cluster: "
         "raise the topic's retention, or start the run from a newer checkpoint"
-    )
-
-
-# The client's method may return a list although it failed, and leave its exception set. Called from C, Python looks for that
-# and raises SystemError. So does `message.headers()` at first, but no more once the interpreter has specialised the call: the
-# exception then comes up in some other call.
-_headers_of: Callable[[Message], list[tuple[str, bytes | None]] | None] = operator.methodcaller("headers")
-
-
-class _Headers(Sequence[tuple[str, bytes | None]]):
-    """A message's headers, made when they are looked at: that costs more than all else about a record dropped by its key.
-
-    Raises CorruptRecordError, each time, for headers that the client can't make.
-    """
-
-    __slots__ = ("_made", "_message", "_problem")
-
-    def __init__(self, message: Message) -> None:
-        self._message: Message | None = message
-        self._made: list[tuple[str, bytes | None]] = []
-        self._problem = ""
-
-    def __iter__(self) -> Iterator[tuple[str, bytes | None]]:
-        return iter(self._get())
-
-    def __len__(self) -> int:
-        return len(self._get())
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._get()[at]
-
-    def __eq__(self, other: object) -> bool:
-        return self._get() == (list(other) if isinstance(other, Sequence) else other)
-
-    def __repr__(self) -> str:
-        try:
-            return repr(self._get())
-        except CorruptRecordError as error:
-            return f"<{error}>"
-
-    def _get(self) -> list[tuple[str, bytes | None]]:
-        message, self._message = self._message, None
-        if message is not None:
-            try:
-                self._made = _headers_of(message) or []
-            except (SystemError, UnicodeDecodeError):
-                # The client decodes names as UTF-8 and ignores a failure. The list that it gives all the same has a null
-                # pointer in it, which ends the process when it is touched: never ask a second time.
-                self._problem = "the name of a header is not UTF-8, so that no header of the record can be read"
-        if self._problem:
-            raise CorruptRecordError(self._problem)
-        return self._made
-
-
-def _record(message: Message) -> LogRecord:
-    # A message without an error stands somewhere: the client's None is for those that were never sent.
-    return LogRecord._make(
-        (
-            message.topic(),
-            message.partition(),
-            message.offset(),
-            message.key(),
-            _Headers(message),
-            message.value(),
-            message.timestamp()[1],
-            "",
-            1,
-        )
     )

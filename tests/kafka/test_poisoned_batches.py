@@ -27,9 +27,9 @@ def produce(broker: RunningBroker, topic: str, *batches: bytes) -> list[Answer]:
         return [raw.produce(topic, 0, one) for one in batches]
 
 
-def read(broker: RunningBroker, topic: str) -> list[LogRecord]:
+def read(broker: RunningBroker, topic: str, *, committed: bool = False) -> list[LogRecord]:
     settings = {"bootstrap.servers": broker.bootstrap_servers}
-    with closing(KafkaLogReader(settings, client_id="t", max_record_bytes=2**24, committed=False)) as reader:
+    with closing(KafkaLogReader(settings, client_id="t", max_record_bytes=2**24, committed=committed)) as reader:
         reader.assign({(topic, 0): BEGINNING})
         return read_to_end(reader)
 
@@ -90,9 +90,9 @@ def test_where_the_broker_keeps_lies_they_end_no_reader_and_cost_no_other_record
     assert [one.offset for one in records if one.offset >= 6] == [6, 7, 8]
 
 
-@pytest.mark.parametrize("readable", [0, 1, 7])
+@pytest.mark.parametrize(("readable", "committed"), [(0, False), (1, False), (7, False), (0, True), (3, True)])
 def test_a_batch_that_the_client_is_silent_about_is_passed_over(
-    apache: RunningBroker, create_topic: CreateTopic, readable: int
+    apache: RunningBroker, create_topic: CreateTopic, readable: int, committed: bool
 ) -> None:
     """A record claims to have no length, which Kafka lets in. Those before it in the batch are read."""
     topic = create_topic(apache, "silent", config=config(PROMISED))
@@ -101,7 +101,7 @@ def test_a_batch_that_the_client_is_silent_about_is_passed_over(
     records += [record(b"later", offset_delta=number) for number in range(readable + 1, readable + 3)]
     answers = produce(apache, topic, batch(records, codec=ZSTD), three((0, 1, 2)))
     assert [answer.error for answer in answers] == [0, 0]
-    found = read(apache, topic)
+    found = read(apache, topic, committed=committed)
     end = readable + 3
     assert [(one.offset, one.span) for one in found if one.unreadable] == [(readable, 3)]
     assert [one.offset for one in found if not one.unreadable] == [*range(readable), end, end + 1, end + 2]
