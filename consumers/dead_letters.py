@@ -1,5 +1,8 @@
 """Dead letters on their way to their topic: sent, tried again, and held until the broker has them.
 
+A letter that would be larger than its topic takes is cut, as echo/dead_letter.py says, and once more if the broker refuses it
+for its size all the same.
+
 Refuses to give one up, and to grow: `full` says when so many wait that no more records may be read. Whatever keeps a letter
 from being written (a broker that is away, a topic that is missing or takes only smaller records), its record stays
 unresolved, so that a restart reads it again; training goes on with what can be read, and every refusal is logged with the
@@ -23,12 +26,20 @@ log = structlog.get_logger("dead_letters")
 # Letters without acknowledgement from which on reading stops. One read's worth may come on top.
 MAX_LETTERS = 2000
 MAX_BYTES = 64 * 2**20
+# What a broker that refuses a letter for its size takes instead: any topic's default limit is above it.
+SMALL_BYTES = 512 * 1024
 # What was refused is sent again after so long, seconds.
 RETRY_S = 5.0
 
+# As the client and the broker name it.
+_TOO_LARGE = "MSG_SIZE_TOO_LARGE"
+
 
 class DeadLetters:
-    """For one thread: reports come inside `send`'s and `flush`'s calls. `acknowledged` is told each letter that is safe."""
+    """For one thread: reports come inside `send`'s and `flush`'s calls. `acknowledged` is told each letter that is safe.
+
+    max_bytes: the largest letter that the topic takes.
+    """
 
     def __init__(
         self,
@@ -36,14 +47,18 @@ class DeadLetters:
         topic: str,
         *,
         acknowledged: Callable[[DeadLetter], None],
+        max_bytes: int | None = None,
         waiting_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._producer = producer
         self._topic = topic
         self._acknowledged = acknowledged
+        self._max_bytes = max_bytes
         self._clock = clock
         self._unsent: deque[DeadLetter] = deque()
+        # By place: letters that were refused for their size.
+        self._small: set[tuple[int, int]] = set()
         self._refused: list[DeadLetter] = []
         self._refusal = ""
         self._retry_at = 0.0
@@ -82,7 +97,10 @@ class DeadLetters:
 
     def _hand_over(self, letter: DeadLetter) -> bool:
         """False where the producer's queue is full."""
-        key, headers, value = dead_letter.wrap(letter.record, letter.reason.value, letter.detail)
+        small = _place(letter) in self._small
+        key, headers, value = dead_letter.wrap(
+            letter.record, letter.reason.value, letter.detail, max_bytes=SMALL_BYTES if small else self._max_bytes
+        )
 
         def report(delivery: Delivery) -> None:
             self._on_delivery(letter, delivery.error)
@@ -99,10 +117,16 @@ class DeadLetters:
             return
         self.held -= 1
         self.held_bytes -= _nbytes(letter)
+        self._small.discard(_place(letter))
         self._watch.progress()
         self._acknowledged(letter)
 
     def _refuse(self, letter: DeadLetter, error: str) -> None:
+        if _TOO_LARGE in error and _place(letter) not in self._small:
+            log.warning("dead letter too large, cutting it", where=letter.record.where, error=error)
+            self._small.add(_place(letter))
+            self._unsent.append(letter)
+            return
         if not self._refused:
             self._retry_at = self._clock() + RETRY_S
         self._refusal = f"{letter.record.where}: {error}"
@@ -114,7 +138,12 @@ class DeadLetters:
         return f"{self.held} letters of {self.held_bytes} bytes wait{refusal}{stop}"
 
 
+def _place(letter: DeadLetter) -> tuple[int, int]:
+    return letter.record.partition, letter.record.offset
+
+
 def _nbytes(letter: DeadLetter) -> int:
     record = letter.record
-    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+    known, _ = record.known_headers()
+    headers = sum(len(name) + len(value or b"") for name, value in known)
     return len(record.key or b"") + len(record.value or b"") + headers + dead_letter.OVERHEAD_BYTES

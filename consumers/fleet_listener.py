@@ -35,8 +35,8 @@ class FleetListener:
     """send_progress: sends a control message with the grants that it is given for its sequence number (`take_grants`); called
     by this thread only, when grants changed, and every few seconds where they did not.
 
-    agreement: what producers must have alike (`echo.agreement`). partitions, topic_id: of the topic, as they are now; asked again
-    and again. waiting_s: how often a wait for it speaks.
+    agreement: what producers must have alike (`echo.agreement`). partitions, topic_id: of the topic, as they are now; asked
+    again and again. waiting_s: how often a wait for it speaks.
     """
 
     def __init__(

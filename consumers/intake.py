@@ -170,6 +170,9 @@ class Intake:
         with self._changed:
             letters_before = self._letters_before
             for record in records:
+                if record.unreadable:
+                    dead.extend(self._unreadable(record))
+                    continue
                 if letters_before and (record.partition, record.offset) in letters_before:
                     dead.append(self._letter_again(record))
                     continue
@@ -382,6 +385,16 @@ class Intake:
             "decided": {key.decode(): [found.reason.value, found.missing] for key, found in decided[-_CHECKPOINTED_GROUPS:]},
             "letters": [[*place, reason.value, detail] for place, (reason, detail) in letters.items()],
         }
+
+    def _unreadable(self, record: LogRecord) -> list[DeadLetter]:
+        """Offsets that can't be read, whatever befell them before a restart: a letter for those that are not resolved."""
+        for place in [place for place in self._letters_before if place[0] == record.partition]:
+            if record.offset <= place[1] < record.end:
+                del self._letters_before[place]
+        return [
+            DeadLetter(record._replace(offset=first, span=end - first), Reason.UNREADABLE, record.unreadable)
+            for first, end in self._ledger.begin_run(record.partition, record.offset, record.end)
+        ]
 
     def _letter_again(self, record: LogRecord) -> DeadLetter:
         """It could not be read before the restart, and the broker had not acknowledged its dead letter."""

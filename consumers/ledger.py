@@ -3,6 +3,8 @@
 Refuses I/O and any judgement: others decide, the ledger holds them to it. It also knows, per partition, the frontier (the
 lowest offset not resolved) and what is resolved above it, which is what a checkpoint needs to start reading again.
 
+A batch that can't be read counts as its offsets, which are resolved together and kept as one run.
+
 Offsets may have gaps (commit markers, compaction). Records of a partition are read in rising order, so an offset between
 two that were read one after the other never shows up, and intervals may run across it.
 """
@@ -39,6 +41,7 @@ class Reason(StrEnum):
     NONFINITE = "nonfinite"
     SCHEMA = "schema"
     CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
 
 
 OUTCOME_OF = {
@@ -55,6 +58,7 @@ OUTCOME_OF = {
     Reason.NONFINITE: Outcome.DROPPED,
     Reason.SCHEMA: Outcome.DEAD_LETTERED,
     Reason.CORRUPT: Outcome.DEAD_LETTERED,
+    Reason.UNREADABLE: Outcome.DEAD_LETTERED,
 }
 
 
@@ -103,8 +107,10 @@ class _PartitionLedger:
     def __init__(self, start: int | None, resolved: Sequence[Interval]) -> None:
         self.position = start or 0
         self._started = start is not None
-        # For its order alone: what is resolved above one that waits must take no memory.
-        self.pending: dict[int, None] = {}
+        # To the first offset after each. For its order: what is resolved above one that waits must take no memory.
+        self.pending: dict[int, int] = {}
+        # Offsets that are pending.
+        self.waiting = 0
         self.carried = deque(sorted((first, end) for first, end in resolved if end > self.position))
 
     @property
@@ -123,8 +129,8 @@ class _PartitionLedger:
 
     def resolved_above(self) -> list[Interval]:
         """Resolved offsets in [frontier, position) and what a checkpoint carried above the position."""
-        edges = [*self.pending, self.position] if self.pending else []
-        found = [(below + 1, above) for below, above in pairwise(edges) if below + 1 < above]
+        edges = [*self.pending.items(), (self.position, self.position)] if self.pending else []
+        found = [(end, above) for (_, end), (above, _) in pairwise(edges) if end < above]
         found.extend((max(first, self.position), end) for first, end in self.carried if end > self.position)
         return found
 
@@ -152,7 +158,7 @@ class Ledger:
 
     @property
     def pending(self) -> int:
-        return sum(len(ledger.pending) for ledger in self._partitions.values())
+        return sum(ledger.waiting for ledger in self._partitions.values())
 
     def count(self, outcome: Outcome) -> int:
         return sum(n for reason, n in self.resolved.items() if OUTCOME_OF[reason] == outcome)
@@ -167,17 +173,36 @@ class Ledger:
         done = bool(ledger.carried) and ledger.was_resolved(offset)
         ledger.position = offset + 1
         if not done:
-            ledger.pending[offset] = None
+            ledger.pending[offset] = offset + 1
+            ledger.waiting += 1
             self.read += 1
         return not done
 
+    def begin_run(self, partition: int, first: int, end: int) -> list[Interval]:
+        """Offsets were read that can't be unpacked: those not resolved already, as runs, each to be resolved as one."""
+        ledger = self._partitions[partition]
+        assert first >= ledger.position, f"partition {partition}: offset {first} after position {ledger.position}"
+        fresh: list[Interval] = []
+        below = first
+        for done, done_end in [*ledger.carried, (end, end)]:
+            if below < min(done, end):
+                fresh.append((below, min(done, end)))
+            below = max(below, done_end)
+        ledger.position = end
+        for begin, stop in fresh:
+            ledger.pending[begin] = stop
+            ledger.waiting += stop - begin
+            self.read += stop - begin
+        return fresh
+
     def resolve(self, partition: int, offset: int, reason: Reason) -> None:
-        """The record is done with. Resolving it twice, or one never read, is an AssertionError."""
+        """The record, or the run that begins there, is done with. To resolve it twice, or unread, is an AssertionError."""
         ledger = self._partitions[partition]
         assert offset in ledger.pending, f"partition {partition}: offset {offset} is not pending ({reason})"
-        del ledger.pending[offset]
-        self.resolved[reason] += 1
-        self._newly_resolved.add(partition, offset, reason)
+        end = ledger.pending.pop(offset)
+        ledger.waiting -= end - offset
+        self.resolved[reason] += end - offset
+        self._newly_resolved.add_run(partition, offset, end, reason)
 
     def pass_over(self, partition: int, offset: int, reason: Reason) -> bool:
         """A record was read and is resolved at once: `begin` and `resolve` in one, for where many are dropped."""

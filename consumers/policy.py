@@ -268,20 +268,28 @@ class Told(NamedTuple):
     sequence: int
 
 
-def read_told(reader: LogReader, *, topic: str, run_id: str, waiting_s: float, deadline_s: float) -> Told:
+def read_told(reader: LogReader, *, topic: str, run_id: str, waiting_s: float, deadline_s: float, held_s: float = 15.0) -> Told:
     """Read the control topic to its end: what was told for this run.
 
-    Raises EchoError where the end is not reached within `deadline_s`.
+    held_s: how long a transaction that is still open is waited for. Kafka may never show the last message of a trainer that was
+    killed with its broker, so reading then ends without it. Raises EchoError where the end is not reached within `deadline_s`.
     """
-    told = Told(-1, -1)
+    told, held = Told(-1, -1), 0
     reader.assign({(topic, 0): BEGINNING})
 
     def describe() -> str:
-        text = f"newest announced so far {told.version}"
-        return f"{text}; the client's last error: {reader.last_error}" if reader.last_error else text
+        parts = [f"newest announced so far {told.version}"]
+        if held:
+            parts.append(f"a transaction that is still open holds back {held} offsets")
+        if reader.last_error:
+            parts.append(f"the client's last error: {reader.last_error}")
+        return "; ".join(parts)
 
     watch = Watch("the end of the control topic", describe, limit_s=waiting_s)
-    while not reader.at_end():
+    while not reader.at_end() or (held := sum(behind or 0 for behind in reader.lag().values())) > 0:
+        if held > 0 and watch.waited_s > held_s:
+            log.warning("the control topic is not read to its end", newest=told.version, why=describe())
+            break
         for record in reader.read(1000, 0.2):
             watch.progress()
             try:

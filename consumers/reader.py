@@ -34,6 +34,7 @@ class TrajectoryReader:
 
     frontiers: per partition, the offset to begin at. partitions: how many the topic has now, asked again and again: those
     that `frontiers` does not name are new, and read from offset 0.
+    max_letter_bytes: see `DeadLetters`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class TrajectoryReader:
         partitions: Callable[[], int],
         frontiers: Mapping[int, int],
         dead_letter_topic: str,
+        max_letter_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._intake = intake
@@ -54,7 +56,7 @@ class TrajectoryReader:
         self._partitions = partitions
         self._start = {(topic, number): offset for number, offset in frontiers.items()}
         self._all = list(self._start)
-        self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered)
+        self._letters = DeadLetters(producer, dead_letter_topic, acknowledged=intake.dead_lettered, max_bytes=max_letter_bytes)
         self._clock = clock
         self.paused = False
         self._lag: dict[int, int | None] = {}

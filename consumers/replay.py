@@ -203,7 +203,12 @@ def _fetch(
                 raise
             raise _gone(step, topic, partition, min(missing), f"the broker says: {error}") from None
         for record in records:
-            position = record.offset + 1
+            position = record.end
+            if record.unreadable and (lost := missing & set(range(record.offset, record.end))):
+                raise CheckpointError(
+                    f"step {step} can't be replayed: {topic}[{partition}]@{min(lost)} was trained, and can't be read any more: "
+                    f"{record.unreadable}. The log is damaged, or limits.record_bytes is smaller now"
+                )
             if record.offset in missing:
                 missing.remove(record.offset)
                 found[record.offset] = record

@@ -63,6 +63,9 @@ class Clients(NamedTuple):
     topic_states: Ask
     """Which of the named topics exist, as they are now."""
     open_reader: Callable[[], LogReader]
+    """For topics that no transaction of ours writes: a stranger's open one holds up nothing."""
+    open_committed: Callable[[], LogReader]
+    """For the control topic."""
     open_dead_letters: Callable[[], LogProducer]
     open_control: Callable[[], LogTransactions]
     """Its transactional id is the run id, so that opening it fences an older trainer of the run."""
@@ -75,11 +78,13 @@ def kafka_clients(run: RunConfig, *, stop: StopSignal) -> Clients:
     client_id = f"echo-train-{run.run_id}"
     spec, actual = check_cluster(run, client_id=client_id, stopping=stop.is_set)
     common: dict[str, Any] = {"settings": run.broker.settings, "client_id": client_id}
+    open_reader = partial(KafkaLogReader, **common, max_record_bytes=run.limits.record_bytes, cluster_id=actual.cluster_id)
     return Clients(
         cluster_id=actual.cluster_id,
         topics=spec.names,
         topic_states=KafkaLogAdmin(run.broker.settings, client_id=client_id).topics,
-        open_reader=partial(KafkaLogReader, **common, max_record_bytes=run.limits.record_bytes, cluster_id=actual.cluster_id),
+        open_reader=partial(open_reader, committed=False),
+        open_committed=partial(open_reader, committed=True),
         open_dead_letters=partial(
             KafkaLogProducer,
             **common,
@@ -169,6 +174,7 @@ def trainer_of(
             partitions=partial(topics.partitions, names.trajectories),
             frontiers=intake.frontiers(),
             dead_letter_topic=names.dead_letter,
+            max_letter_bytes=run.limits.record_bytes + dead_letter.OVERHEAD_BYTES,
         )
         opened.callback(reader.close)
         fleet = FleetListener(
@@ -287,7 +293,7 @@ def _weight_server(run: RunConfig, opened: ExitStack) -> tuple[str, Callable[[],
 
 
 def _read_told(run: RunConfig, clients: Clients) -> Told:
-    reader = clients.open_reader()
+    reader = clients.open_committed()
     try:
         return read_told(
             reader,

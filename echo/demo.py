@@ -203,7 +203,12 @@ def _report(
 
     @contextmanager
     def records(topic: str) -> Iterator[Iterator[Any]]:
-        reader = KafkaLogReader(run.broker.settings, client_id="echo-demo", max_record_bytes=run.limits.record_bytes)
+        reader = KafkaLogReader(
+            run.broker.settings,
+            client_id="echo-demo",
+            max_record_bytes=run.limits.record_bytes,
+            committed=topic == names.control,
+        )
         try:
             partitions = admin.partitions(topic, run.broker.timeout_s)
             yield report.read_topic(reader, topic, partitions, deadline_s=_READ_BACK_S)

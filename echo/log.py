@@ -7,6 +7,8 @@ the same contract tests (tests/contracts/test_log_contract.py).
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from echo.errors import CorruptRecordError
+
 Headers = Sequence[tuple[str, bytes | None]]
 Partition = tuple[str, int]
 
@@ -15,7 +17,12 @@ BEGINNING = -2
 
 
 class LogRecord(NamedTuple):
-    """A record read from a topic."""
+    """A record read from a topic; or, in its place, `span` offsets from `offset` on that can't be read.
+
+    headers: looking at them raises CorruptRecordError if the client can't read them; `known_headers` does not.
+    unreadable: why the offsets can't be read, empty for a record. Such a run has no key, no headers and no value: a reader that
+    expects a message finds none.
+    """
 
     topic: str
     partition: int
@@ -24,10 +31,24 @@ class LogRecord(NamedTuple):
     headers: Headers
     value: bytes | None
     timestamp_ms: int
+    unreadable: str = ""
+    span: int = 1
 
     @property
     def where(self) -> str:
         return f"{self.topic}[{self.partition}]@{self.offset}"
+
+    @property
+    def end(self) -> int:
+        """The first offset after it."""
+        return self.offset + self.span
+
+    def known_headers(self) -> tuple[list[tuple[str, bytes | None]], str]:
+        """The headers and "", or none and why they can't be read."""
+        try:
+            return list(self.headers), ""
+        except CorruptRecordError as error:
+            return [], str(error)
 
 
 class TopicState(NamedTuple):
@@ -115,6 +136,9 @@ class LogReader(Protocol):
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
         """At most `max_records`, as soon as some are there; empty after `timeout_s`, or sooner where an end was reached.
 
+        Offsets of a partition rise. Offsets that no client can unpack come as one record (`LogRecord.unreadable`), once it is
+        known where they end. That they are passed over is logged here.
+
         Raises BrokerError where reading can't go on, for ever or until the next `assign`: an offset that the log does not hold
         (NoSuchOffsetError), a topic that does not exist (UnknownTopicError), another cluster than before. Records that were
         read before the error are returned first.
@@ -129,7 +153,10 @@ class LogReader(Protocol):
         """Whether every assigned partition was read to the end that its last fetch saw."""
 
     def lag(self) -> dict[Partition, int | None]:
-        """Offsets between the position and the high watermark of the last fetch; None until both are known."""
+        """Offsets between the position and the high watermark of the last fetch; None until both are known.
+
+        At the end of a reader of committed records, it is what a transaction that is still open holds back.
+        """
 
     def close(self) -> None: ...
 

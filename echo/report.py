@@ -18,8 +18,8 @@ from echo.waiting import Watch
 
 # Steps whose mean reward stands for the beginning and for the end of a run.
 _EDGE_STEPS = 5
-_DEAD = ("schema", "corrupt")
 _LOST, _FOREIGN = "lost", "foreign_run"
+_DEAD = ("schema", "corrupt", "unreadable")
 
 
 class Fate(NamedTuple):
@@ -98,11 +98,11 @@ def count(
     Raises CheckpointError where the journal resolved any other record that the log does not hold, or dead-lettered one that the
     dead-letter topic lacks.
     """
-    dead_origins = {letter.origin for letter in map(_unwrap, dead_letters) if letter is not None}
+    dead_origins = {origin for letter in map(_unwrap, dead_letters) if letter is not None for origin in letter.origins()}
     produced = trained = dead = pending = staleness_max = 0
     dropped: Counter[str] = Counter()
     missing = set(resolved)
-    for record in trajectories:
+    for record in _each_offset(trajectories):
         where = (record.partition, record.offset)
         missing.discard(where)
         fate = resolved.get(where)
@@ -142,6 +142,15 @@ def count(
             f"offset {offset}"
         )
     return Counts(produced, trained, dict(dropped), dead, pending, staleness_max)
+
+
+def _each_offset(records: Iterable[LogRecord]) -> Iterator[LogRecord]:
+    """The records; of offsets that can't be read, one for each."""
+    for record in records:
+        if record.unreadable:
+            yield from (record._replace(offset=offset, span=1) for offset in range(record.offset, record.end))
+        else:
+            yield record
 
 
 class DropBias:

@@ -258,6 +258,13 @@ def preflight(spec: Spec, actual: Actual, limits: LimitsConfig) -> list[Finding]
             else:
                 message += f"raise it in {spec.source} for `echo-topics apply`, or lower the other in the run file"
             findings.append(Finding(name, "max.message.bytes", "error", message))
+        packed, wanted = _reported(found, "compression.type"), topic.config.get("compression.type")
+        if packed is not None and wanted is not None and packed not in (wanted, "uncompressed"):
+            message = (
+                f"compression.type is {packed}, promised {wanted}: batches of strangers are kept as they come, and one that "
+                "unpacks to gigabytes takes as much memory of each reader; `echo-topics apply` sets it"
+            )
+            findings.append(Finding(name, "compression.type", "warning", message))
         insync = _reported(found, "min.insync.replicas")
         if insync is not None and int(insync) > found.replication:
             message = (

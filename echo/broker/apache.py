@@ -275,7 +275,6 @@ class _Folder:
         program = [
             str(self._java),
             f"-Xmx{self._heap_mib}m",
-            "-XX:+ExitOnOutOfMemoryError",
             "-Djava.awt.headless=true",
             f"-Dlog4j2.configurationFile={self.path / 'log4j2.properties'}",
             *("-cp", self._classes),

@@ -22,7 +22,7 @@ _HEAD_BYTES = 32
 def run_of(role: str, record: LogRecord) -> str | None:
     """The run a record belongs to; None where it does not say so readably."""
     if role in ("trajectories", "dead_letter"):
-        run = dict(record.headers).get("run")
+        run = dict(record.known_headers()[0]).get("run")
         return None if run is None else run.decode(errors="backslashreplace")
     try:
         return _message(role, record).run_id
@@ -34,7 +34,8 @@ def to_json(role: str, record: LogRecord, *, full: bool = False) -> dict[str, An
     """A record as plain data.
 
     {"topic", "partition", "offset", "timestamp_ms", "key", "headers": [[name, value]], "bytes", "record": {...}}; "bytes" is
-    the size of the value. Where something is wrong with it there is "problem", and "record" is null if it can't be read.
+    the size of the value. Where something is wrong with it there is "problem", and "record" is null if it can't be read. Of
+    offsets that no client can read, "offsets" is their number.
     Bytes are shown as text, those that are not UTF-8 as \\xNN. full: also a trajectory's arrays, and whole values in hex.
     """
     seen: dict[str, Any] = {
@@ -43,10 +44,12 @@ def to_json(role: str, record: LogRecord, *, full: bool = False) -> dict[str, An
         "offset": record.offset,
         "timestamp_ms": record.timestamp_ms,
         "key": _text(record.key),
-        "headers": [[name, _text(value)] for name, value in record.headers],
+        "headers": [[name, _text(value)] for name, value in record.known_headers()[0]],
         "bytes": len(record.value or b""),
         "record": None,
     }
+    if record.unreadable:
+        return {**seen, "offsets": record.span, "problem": f"not readable: {record.unreadable}"}
     try:
         if role == "trajectories":
             header = codec.decode_headers(record.headers)
@@ -62,6 +65,8 @@ def to_json(role: str, record: LogRecord, *, full: bool = False) -> dict[str, An
                 "detail": letter.detail,
                 "origin": letter.origin,
                 "bytes": len(letter.value or b""),
+                **({"offsets": letter.offsets} if letter.offsets > 1 else {}),
+                **({"cut": letter.cut} if letter.cut else {}),
                 "value": _hex(letter.value, None if full else _HEAD_BYTES),
             }
         else:

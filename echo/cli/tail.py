@@ -60,7 +60,7 @@ class Scan:
             for record in records:
                 partition = (record.topic, record.partition)
                 self.firsts.setdefault(partition, record.offset)
-                self._positions[partition] = record.offset + 1
+                self._positions[partition] = record.end
             for partition, lag in self._reader.lag().items():
                 position = self._positions.get(partition)
                 if lag is not None and position is not None:
@@ -197,7 +197,10 @@ def tail(
 
     stop = StopSignal().install()
     reader = KafkaLogReader(
-        target.settings, client_id="echo-tail", max_record_bytes=target.limits.record_bytes + OVERHEAD_BYTES
+        target.settings,
+        client_id="echo-tail",
+        max_record_bytes=target.limits.record_bytes + OVERHEAD_BYTES,
+        committed=role in ("control", "requests"),
     )
 
     def records() -> "Iterator[LogRecord]":

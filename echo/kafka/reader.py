@@ -1,12 +1,16 @@
 """Records in: a reader that is told which offsets to read and is trusted by nobody to remember them.
 
+A batch that the client can't unpack is passed over, since no restart would ever get past it: its offsets are returned in its
+place, once it is known where it ends (echo/kafka/batch_end.py).
+
 Refuses consumer groups, commits, and every silent jump to another offset.
 """
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -23,6 +27,8 @@ from echo.kafka.client import (
     or_default,
     wrap_error,
 )
+from echo.kafka.passing import PassingOver
+from echo.kafka.record import record_of
 from echo.log import BEGINNING, LogRecord, Partition
 
 log = structlog.get_logger("kafka")
@@ -34,14 +40,21 @@ _READER_DEFAULTS: dict[str, Any] = {
     "enable.auto.offset.store": False,
     "auto.offset.reset": "error",
     "enable.partition.eof": True,
-    "isolation.level": "read_committed",
     "fetch.wait.max.ms": 100,
     "queued.max.messages.kbytes": 65536,
     # How long fetching rests once that is full. The client's own second is longer than it takes to read 64 MiB.
     "fetch.queue.backoff.ms": 20,
+    # How long it rests after a batch that can't be unpacked: every question about the batch's end waits for it.
+    "fetch.error.backoff.ms": 50,
     "check.crcs": True,
     "allow.auto.create.topics": False,
 }
+
+# What the client reports, again and again, for a batch that it can't unpack: a sum or a codec that is wrong, or more bytes than
+# `receive.message.max.bytes`.
+_UNREADABLE = frozenset({KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG, KafkaError._NOT_IMPLEMENTED})
+# A transaction of ours is open for less: what holds back records for longer is a stranger's, or its holder is dead.
+_HELD_S = 5.0
 
 
 # How long a question about partitions may take, seconds.
@@ -55,6 +68,8 @@ class KafkaLogReader:
     answers. Another one ends reading with a BrokerError, at once or when the broker behind the address is replaced.
     beyond_end_s: how long a position may lie beyond the end of the log. A new leader in Kafka may show an older end for as
     long as a dead follower counts (replica.lag.time.max.ms, 30 s); the embedded broker shows it for ever and returns nothing.
+    committed: for topics that are written in transactions: records of open and aborted ones are not returned. A topic without
+    them is read with False, so that no open transaction of a stranger holds reading up.
     """
 
     def __init__(
@@ -65,11 +80,14 @@ class KafkaLogReader:
         max_record_bytes: int,
         cluster_id: str | None = None,
         beyond_end_s: float = 45.0,
+        committed: bool = True,
     ) -> None:
         self._errors = ClientErrors(client_id)
         self._cluster = SameCluster(cluster_id)
         self._beyond_end_s = beyond_end_s
-        conf = client_settings(settings, _READER_DEFAULTS, client_id=client_id, drop=PRODUCER_ONLY)
+        self._committed = committed
+        defaults = {**_READER_DEFAULTS, "isolation.level": "read_committed" if committed else "read_uncommitted"}
+        conf = client_settings(settings, defaults, client_id=client_id, drop=PRODUCER_ONLY)
         # librdkafka wants a group id even for manual assignment; nothing is ever committed under it.
         conf.setdefault("group.id", client_id)
         conf["fetch.message.max.bytes"] = max_record_bytes
@@ -84,9 +102,18 @@ class KafkaLogReader:
         self._ends: set[Partition] = set()
         self._positions: dict[Partition, int] = {}
         self._beyond_since: dict[Partition, float] = {}
+        self._passing = PassingOver(self._consumer, committed=committed)
+        self._held_since: dict[Partition, float] = {}
+        self._held = ""
         self._failed: BrokerError | None = None
+        self._open_scout = partial(
+            KafkaLogReader, settings, client_id=client_id, max_record_bytes=max_record_bytes, committed=False
+        )
+        self._scout: tuple[Partition, KafkaLogReader] | None = None
+        self._scouted: list[LogRecord] = []
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
+        self._dismiss_scout()
         wanted = [
             TopicPartition(topic, number, OFFSET_BEGINNING if offset == BEGINNING else offset)
             for (topic, number), offset in positions.items()
@@ -107,6 +134,8 @@ class KafkaLogReader:
             self._ends = set()
             self._positions = {partition: offset for partition, offset in positions.items() if offset >= 0}
             self._beyond_since = {}
+            self._passing.clear()
+            self._held_since = {}
             self._failed = None
 
     def add(self, positions: Mapping[Partition, int]) -> None:
@@ -144,15 +173,22 @@ class KafkaLogReader:
             raise wrap_error(error.args[0], "reading") from None
         records: list[LogRecord] = []
         with self._lock:
-            told = 0
+            while self._scouted:
+                unreadable = self._scouted.pop()
+                self._passing.resume((unreadable.topic, unreadable.partition), unreadable.end)
+                self._take_unreadable(unreadable, records)
             for message in messages:
-                if message.error() is None:
-                    records.append(_record(message))
+                if message.error() is not None:
+                    self._on_error(message, records)
                 else:
-                    self._advance(records[told:])
-                    told = len(records)
-                    self._on_error(message)
-            self._advance(records[told:])
+                    record = record_of(message)
+                    if self._fits(record, records):
+                        records.append(record)
+        if self._passing:
+            passed = self._passing.go_on(self._paused)
+            with self._lock:
+                for unreadable in passed:
+                    self._take_unreadable(unreadable, records)
         if not records:
             self._check()
         return records
@@ -181,11 +217,12 @@ class KafkaLogReader:
         return found
 
     def close(self) -> None:
+        self._dismiss_scout()
         self._consumer.close()
 
     @property
     def last_error(self) -> str:
-        return self._errors.last
+        return self._held or self._errors.last
 
     def _high(self, partition: Partition) -> int | None:
         """The high watermark of the last fetch. Never asked of the broker: the embedded one answers that question wrongly."""
@@ -208,6 +245,11 @@ class KafkaLogReader:
         if self._cluster.due():
             self._cluster.check(self._consumer)
             self._check_positions()
+            with self._lock:
+                still = self._passing.look_into(self._assigned - self._paused - self._ends, self._positions)
+            if self._committed:
+                self._check_held()
+                self._scout_ahead(still)
 
     def _check_positions(self) -> None:
         now = time.monotonic()
@@ -222,20 +264,102 @@ class KafkaLogReader:
                 self._failed = _no_such_offset(f"{topic}[{number}]@{position}", f"the log ends at {high}")
                 raise self._failed
 
-    def _advance(self, records: Iterable[LogRecord]) -> None:
-        for partition, offset in {(record.topic, record.partition): record.offset for record in records}.items():
-            self._ends.discard(partition)
-            self._positions[partition] = offset + 1
+    def _check_held(self) -> None:
+        """Notice a transaction that stays open: the end of what is committed is then before the end of the log."""
+        now, behind = time.monotonic(), self.lag()
+        with self._lock:
+            held = {partition: behind.get(partition) or 0 for partition in self._ends}
+        self._held_since = {
+            partition: self._held_since.get(partition, now) for partition, offsets in held.items() if offsets > 0
+        }
+        long = [partition for partition, since in self._held_since.items() if now - since >= _HELD_S]
+        before, self._held = self._held, ""
+        if long:
+            (topic, number), offsets = long[0], sum(held[partition] for partition in long)
+            place = f"{topic}[{number}]@{self._positions[long[0]]}"
+            self._held = (
+                f"a transaction that is still open holds back {offsets} offsets from {place} on: the broker ends it at its "
+                "timeout (transaction.timeout.ms of the client that began it)"
+            )
+            if not before:
+                log.warning("reading is held up", where=place, error=self._held)
+        elif before:
+            log.info("reading is held up no more")
 
-    def _on_error(self, message: Message) -> None:
+    def _scout_ahead(self, still: Mapping[Partition, int]) -> None:
+        """Have a reader that sees all records look at a place that gives nothing to one of committed records."""
+        if self._scout is None:
+            for partition, position in still.items():
+                self._scout = (partition, self._open_scout())
+                self._scout[1].assign({partition: position})
+                return
+            return
+        partition, scout = self._scout
+        try:
+            found = scout.read(1, 0.0)
+        except BrokerError as error:
+            log.info("looking ahead failed", where=partition, error=str(error))
+            self._dismiss_scout()
+            return
+        if found or scout.at_end():
+            self._dismiss_scout()
+            # Meanwhile it may have been read all the same.
+            if found and found[0].unreadable and still.get(partition) == found[0].offset:
+                self._scouted.append(found[0])
+
+    def _dismiss_scout(self) -> None:
+        scout, self._scout = self._scout, None
+        self._scouted = []
+        if scout is not None:
+            scout[1].close()
+
+    def _fits(self, record: LogRecord, records: list[LogRecord]) -> bool:
+        """Whether a record is next in its partition."""
+        partition, offset = (record.topic, record.partition), record.offset
+        position = self._positions.get(partition, offset)
+        if offset != position or self._passing:
+            if self._passing.holds(partition):
+                beyond = self._is_beyond_end(partition, offset)
+                self._take_unreadable(self._passing.came(partition, None if beyond else offset), records)
+                return False
+            if offset < position:
+                # A topic that keeps batches as they come keeps whatever offsets their records claim to have.
+                log.warning("a record claims an offset that was read already, and is left out", where=record.where)
+                return False
+            if self._is_beyond_end(partition, offset):
+                problem = f"a record in it claims offset {offset}, which is beyond the log's end"
+                self._take_unreadable(self._passing.reported(partition, position, position, problem), records)
+                return False
+        self._ends.discard(partition)
+        self._positions[partition] = offset + 1
+        return True
+
+    def _is_beyond_end(self, partition: Partition, offset: int) -> bool:
+        high = self._high(partition)
+        return high is not None and offset >= high
+
+    def _take_unreadable(self, unreadable: LogRecord | None, records: list[LogRecord]) -> None:
+        if unreadable is not None:
+            records.append(unreadable)
+            self._positions[unreadable.topic, unreadable.partition] = unreadable.end
+
+    def _on_error(self, message: Message, records: list[LogRecord]) -> None:
         error = message.error()
         assert error is not None
         partition = (str(message.topic()), or_default(message.partition(), -1))
         where = f"{partition[0]}[{partition[1]}]@{or_default(message.offset(), -1)}"
         if error.code() == KafkaError._PARTITION_EOF:
+            end = or_default(message.offset(), 0)
+            if self._passing.holds(partition):
+                self._take_unreadable(self._passing.came(partition, end), records)
+                return
             self._ends.add(partition)
             # Commit markers and compacted records take offsets that nobody ever reads; the end event tells where we really are.
-            self._positions[partition] = or_default(message.offset(), 0)
+            self._positions[partition] = end
+        elif error.code() in _UNREADABLE and (first := or_default(message.offset(), -1)) >= 0:
+            self._ends.discard(partition)
+            problem = f"{error.name()}: {error.str()}"
+            self._take_unreadable(self._passing.reported(partition, first, self._positions.get(partition), problem), records)
         elif error.code() == KafkaError._AUTO_OFFSET_RESET:
             self._failed = _no_such_offset(where, error.str())
         else:
@@ -251,47 +375,4 @@ def _no_such_offset(where: str, detail: str) -> NoSuchOffsetError:
     return NoSuchOffsetError(
         f"reading {where}: the log does not hold this offset ({detail}); retention deleted it, or the topic was made anew: "
         "raise the topic's retention; `echo-train --accept-lost` resumes with what is there and counts the rest as lost"
-    )
-
-
-class _Headers(Sequence[tuple[str, bytes | None]]):
-    """A message's headers, made when they are looked at: that costs more than all else about a record dropped by its key."""
-
-    __slots__ = ("_message",)
-
-    def __init__(self, message: Message) -> None:
-        self._message = message
-
-    def __iter__(self) -> Iterator[tuple[str, bytes | None]]:
-        return iter(self._made())
-
-    def __len__(self) -> int:
-        return len(self._made())
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._made()[at]
-
-    def __eq__(self, other: object) -> bool:
-        return self._made() == (list(other) if isinstance(other, Sequence) else other)
-
-    def __repr__(self) -> str:
-        return repr(self._made())
-
-    def _made(self) -> list[tuple[str, bytes | None]]:
-        # The client keeps what it has made once.
-        return cast("list[tuple[str, bytes | None]]", self._message.headers() or [])
-
-
-def _record(message: Message) -> LogRecord:
-    # A message without an error stands somewhere: the client's None is for those that were never sent.
-    return LogRecord._make(
-        (
-            message.topic(),
-            message.partition(),
-            message.offset(),
-            message.key(),
-            _Headers(message),
-            message.value(),
-            message.timestamp()[1],
-        )
     )

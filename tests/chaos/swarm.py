@@ -309,7 +309,12 @@ class Swarm:
 
     def records(self, topic: str) -> list[LogRecord]:
         """A topic from its beginning to its end."""
-        reader = KafkaLogReader(self.run.broker.settings, client_id="chaos", max_record_bytes=self.run.limits.record_bytes)
+        reader = KafkaLogReader(
+            self.run.broker.settings,
+            client_id="chaos",
+            max_record_bytes=self.run.limits.record_bytes,
+            committed=topic == self.spec.names.control,
+        )
         try:
             partitions = self.admin.partitions(topic, 20.0)
             return list(report.read_topic(reader, topic, partitions, deadline_s=_READ_BACK_S))

@@ -67,6 +67,7 @@ class FakeCluster:
 class RealCluster:
     def __init__(self, broker: RunningBroker, create_topic: CreateTopic, prefix: str, stack: ExitStack) -> None:
         self._broker = broker
+        self.servers = broker.bootstrap_servers
         self._settings = {"bootstrap.servers": broker.bootstrap_servers}
         self._create_topic = create_topic
         self._prefix = prefix

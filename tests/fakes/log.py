@@ -9,9 +9,16 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from echo.errors import BrokerError, FencedError, NoSuchOffsetError, OtherClusterError, UnknownTopicError
+from echo.errors import (
+    BrokerError,
+    CorruptRecordError,
+    FencedError,
+    NoSuchOffsetError,
+    OtherClusterError,
+    UnknownTopicError,
+)
 from echo.log import BEGINNING, Delivery, Headers, LogRecord, OnDelivery, Partition, TopicState
 
 
@@ -83,7 +90,8 @@ class FakeLog:
     def records(self, topic: str) -> list[LogRecord]:
         """All that readers can see, partition by partition."""
         with self.changed:
-            return [record for part in self._topics[topic] for record in part.records if record is not None]
+            found = [record for part in self._topics[topic] for record in part.records if record is not None]
+            return [record for before, record in zip([None, *found], found, strict=False) if not _is_rest(before, record)]
 
     def partitions(self, topic: str) -> int:
         return len(self._topics.get(topic, ()))
@@ -97,10 +105,20 @@ class FakeLog:
     def append(self, topic: str, key: bytes, value: bytes, headers: Headers) -> LogRecord:
         number = zlib.crc32(key) % self.partitions(topic)
         part = self._topics[topic][number]
-        record = LogRecord(topic, number, part.end, key, list(headers), value, int(self.clock() * 1000))
+        kept = headers if isinstance(headers, UnreadableHeaders) else list(headers)
+        record = LogRecord(topic, number, part.end, key, kept, value, int(self.clock() * 1000))
         part.records.append(record)
         self.changed.notify_all()
         return record
+
+    def append_unreadable(self, topic: str, number: int, span: int, why: str = "no codec knows it") -> None:
+        """A batch of `span` offsets that no client can unpack."""
+        with self.changed:
+            part = self.partition((topic, number))
+            end = part.end + span
+            # Whoever begins in the middle of it gets the rest.
+            part.records += [LogRecord(topic, number, o, None, (), None, 0, why, end - o) for o in range(part.end, end)]
+            self.changed.notify_all()
 
     def take_over(self, transactional_id: str) -> int:
         """The epoch of the new holder."""
@@ -110,6 +128,24 @@ class FakeLog:
 
     def holds(self, transactional_id: str, epoch: int) -> bool:
         return self._holders[transactional_id] == epoch
+
+
+def _is_rest(before: LogRecord | None, record: LogRecord) -> bool:
+    """Whether a record is of the same unreadable batch as the one before it."""
+    return before is not None and before.partition == record.partition and before.end > record.offset
+
+
+class UnreadableHeaders(Sequence[tuple[str, bytes | None]]):
+    """What the client gives for a record with a header whose name is not UTF-8."""
+
+    def _fail(self) -> NoReturn:
+        raise CorruptRecordError("the name of a header is not UTF-8, so that no header of the record can be read")
+
+    def __getitem__(self, at: Any) -> Any:
+        self._fail()
+
+    def __len__(self) -> int:
+        self._fail()
 
 
 class _Waiting(NamedTuple):
@@ -139,7 +175,9 @@ class FakeProducer:
     ) -> bool:
         record = _Waiting(topic, key, value, tuple(headers), on_delivery)
         if record.nbytes > self._log.max_bytes:
-            raise BrokerError(f"sending to {topic}: {record.nbytes} bytes, the limit is {self._log.max_bytes}")
+            raise BrokerError(
+                f"sending to {topic}: MSG_SIZE_TOO_LARGE: {record.nbytes} bytes, the limit is {self._log.max_bytes}"
+            )
         with self._log.changed:
             if self._held + record.nbytes > self._queue_bytes:
                 return False
@@ -260,7 +298,7 @@ class FakeReader:
                 continue
             while position < part.end and len(records) < max_records:
                 record = part.records[position - part.start]
-                position += 1
+                position += 1 if record is None else record.span
                 if record is not None:
                     records.append(record)
                     self._ends.discard(partition)

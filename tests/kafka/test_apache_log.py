@@ -1,4 +1,4 @@
-"""What only a real Apache Kafka shows: aborted transactions, compaction, and the loss of a leader."""
+"""What only a real Apache Kafka shows: open and aborted transactions, compaction, a spoiled disk, and the loss of a leader."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
+from structlog.testing import capture_logs
 
+from consumers.policy import read_told
 from echo.broker import ApacheBroker, BrokerPlan, RunningBroker, start_broker
 from echo.errors import BrokerError, FencedError
 from echo.kafka import KafkaLogAdmin, KafkaLogProducer, KafkaLogReader, TransactionalProducer
 from echo.log import BEGINNING, Delivery, LogRecord
 from tests.conftest import CreateTopic
+from tests.poison.protocol import RawProducer, batch, record
 
 pytestmark = pytest.mark.kafka
 
@@ -215,3 +218,96 @@ def test_the_three_nodes_data_folders_are_apart(three_nodes: ApacheBroker) -> No
     folders = sorted(path.name for path in Path(three_nodes.data_dir).iterdir() if path.is_dir())
     assert folders == ["node-1", "node-2", "node-3"]
     assert all((three_nodes.data_dir / name / "broker.log").stat().st_size for name in folders)
+
+
+def open_transaction(broker: RunningBroker, topic: str, name: str) -> Producer:
+    """A stranger's, with one message in it that the broker has."""
+    stranger = Producer({**settings_of(broker), "transactional.id": name, "transaction.timeout.ms": 60_000, "log_level": 2})
+    stranger.init_transactions(DEADLINE_S)
+    stranger.begin_transaction()
+    stranger.produce(topic, key=b"k", value=b"open", partition=0)
+    assert stranger.flush(DEADLINE_S) == 0
+    return stranger
+
+
+def send(broker: RunningBroker, topic: str, value: bytes) -> None:
+    with closing(producer_of(broker)) as producer:
+        assert producer.send(topic, key=b"k", value=value)
+        assert producer.flush(DEADLINE_S) == 0
+
+
+def test_a_strangers_open_transaction_holds_up_nothing_where_ours_write_none(
+    apache: RunningBroker, create_topic: CreateTopic, topic_prefix: str
+) -> None:
+    """Its records are a stranger's like any other, also once they are aborted; their end takes an offset, and lag becomes 0."""
+    topic = create_topic(apache, "open")
+    stranger = open_transaction(apache, topic, topic_prefix + "stranger")
+    send(apache, topic, b"ours")
+    with closing(KafkaLogReader(settings_of(apache), client_id="t-in", max_record_bytes=2**20, committed=False)) as reader:
+        reader.assign({(topic, 0): BEGINNING})
+        records = read_until(reader, lambda records: reader.at_end())
+        assert [(record.offset, record.value) for record in records] == [(0, b"open"), (1, b"ours")]
+        assert reader.lag() == {(topic, 0): 0}
+        stranger.abort_transaction(DEADLINE_S)
+        send(apache, topic, b"more")
+        records = read_until(reader, lambda records: len(records) == 1)
+        assert [(record.offset, record.value) for record in records] == [(3, b"more")]
+        read_until(reader, lambda records: reader.at_end())
+        assert reader.lag() == {(topic, 0): 0}
+        reader.assign({(topic, 0): BEGINNING})
+        again = read_until(reader, lambda records: reader.at_end())
+        assert [record.value for record in again] == [b"open", b"ours", b"more"]
+        assert reader.last_error == ""
+
+
+def test_a_reader_that_an_open_transaction_holds_up_says_so(
+    apache: RunningBroker, create_topic: CreateTopic, topic_prefix: str
+) -> None:
+    """With the place and how much it holds back, for as long as it does; what the trainer reads at its start waits for it."""
+    topic = create_topic(apache, "held")
+    ours = TransactionalProducer(settings_of(apache), transactional_id=topic_prefix + "run", client_id="t-tx")
+    ours.send(topic, [(b"run", b"first")])
+    stranger = open_transaction(apache, topic, topic_prefix + "stranger")
+    ours.send(topic, [(b"run", b"second")])
+    with closing(reader_of(apache)) as reader, capture_logs() as said:
+        reader.assign({(topic, 0): BEGINNING})
+        records = read_until(reader, lambda records: bool(reader.last_error))
+        assert [record.value for record in records] == [b"first"]
+        assert f"a transaction that is still open holds back 3 offsets from {topic}[0]@2 on" in reader.last_error
+        assert "reading is held up" in [entry["event"] for entry in said]
+        read_told(reader, topic=topic, run_id="run", waiting_s=0.5, deadline_s=DEADLINE_S, held_s=2.0)
+        (waiting,) = {entry["event"].partition(" for")[0] for entry in said if entry["event"].startswith("waiting for the end")}
+        assert waiting
+        (short,) = [entry for entry in said if entry["event"] == "the control topic is not read to its end"]
+        assert "holds back 3 offsets" in short["why"]
+        stranger.abort_transaction(DEADLINE_S)
+        records = read_until(reader, lambda records: bool(records))
+        assert [record.value for record in records] == [b"second"]
+        read_until(reader, lambda records: reader.last_error == "")
+    ours.close()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_batch_that_the_brokers_disk_spoiled_is_passed_over(
+    apache: RunningBroker, create_topic: CreateTopic, committed: bool
+) -> None:
+    """One bit of a stored batch is flipped, so that its sum is wrong; the batches around it are read."""
+    topic = create_topic(apache, "spoiled")
+    with RawProducer(apache.bootstrap_servers) as raw:
+        for number in range(3):
+            values = [record(b"%d-%d spoil-me" % (number, at), offset_delta=at) for at in range(4)]
+            assert raw.produce(topic, 0, batch(values)).error == 0
+    assert isinstance(apache, ApacheBroker)
+    (segment,) = apache.data_dir.glob(f"node-1/data/{topic}-0/*.log")
+    stored = bytearray(segment.read_bytes())
+    at = stored.index(b"1-2 spoil-me")
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([stored[at] ^ 1]))
+    with closing(KafkaLogReader(settings_of(apache), client_id="t-in", max_record_bytes=2**20, committed=committed)) as reader:
+        reader.assign({(topic, 0): BEGINNING})
+        records = read_until(reader, lambda records: reader.at_end())
+        assert reader.lag() == {(topic, 0): 0}
+    assert [(one.offset, one.span) for one in records if one.unreadable] == [(4, 4)]
+    assert "CRC32C" in next(one.unreadable for one in records if one.unreadable)
+    assert [one.offset for one in records if not one.unreadable] == [0, 1, 2, 3, 8, 9, 10, 11]

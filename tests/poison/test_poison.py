@@ -21,6 +21,7 @@ from echo.log import LogRecord
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from tests.helpers import RUN_ID, make_group
+from tests.poison.fuzz import run as run_fuzz
 from tests.poison.records import Poison, poisons
 from tests.unit.test_learner import VOCABULARY, make_model
 
@@ -33,6 +34,8 @@ GROUPS_PER_STEP = 2
 # Half of it was seen. The poison claims lengths of 4 GB; the clients prefetch and queue at most 64 MiB each way.
 RSS_BOUND_BYTES = 160 * 2**20
 
+# Batches may unpack to 100 MB, and their letters are held whole until they are safe.
+FUZZ_RSS_BOUND_BYTES = 600 * 2**20
 
 pytestmark = pytest.mark.usefixtures("own_process")
 
@@ -187,3 +190,26 @@ def test_poison_leaves_the_trainer_running(tansu: RunningBroker, topic_prefix: s
     }
     assert len(letters) == len(expected) > POISONS // 2
     assert {letter.origin: (letter.reason, letter.key, letter.headers, letter.value) for letter in letters} == expected
+
+
+@pytest.mark.kafka
+@pytest.mark.timeout(400)
+def test_mutated_bytes_leave_the_reader_running(apache: RunningBroker, topic_prefix: str) -> None:
+    """Records and batches as raw bytes: whatever the broker lets in is resolved once, and sound groups among it are trained.
+
+    A million of them: `python -m tests.poison --records 1000000`.
+    """
+    spec, admin = (
+        topics.load(prefix=topic_prefix),
+        KafkaLogAdmin({"bootstrap.servers": apache.bootstrap_servers}, client_id="t"),
+    )
+    topics.apply(topics.plan(spec, topics.read_actual(admin, spec.names, 30.0)), admin, 30.0)
+    result = run_fuzz(apache.bootstrap_servers, spec.names, partitions=8, records=10_000, seed=SEED)
+    fed = sum(result.fed.records.values())
+    assert (result.read, result.pending, sum(result.resolved.values())) == (fed, 0, fed)
+    assert fed >= 10_000
+    assert result.resolved["trained"] == GROUP * result.fed.groups
+    assert result.lettered_offsets == result.dead_lettered
+    assert {"corrupt", "schema", "unreadable", "foreign_run"} < result.resolved.keys()
+    assert len(result.fed.refused) > 2
+    assert result.rss < FUZZ_RSS_BOUND_BYTES, result.rss

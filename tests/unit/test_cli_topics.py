@@ -165,7 +165,11 @@ def test_a_topic_made_by_others_is_held_to_what_the_broker_reports(run: Run, adm
     difference = json.loads(out)
     changed = {item["key"] for item in difference["setting_changes"]}
     unknown = {key for item in difference["unknown"] for key in item["keys"]}
-    assert changed | unknown == ({"retention.ms"} if changed else {"cleanup.policy", "retention.ms"})
+    assert changed | unknown == (
+        {"compression.type", "message.timestamp.type", "retention.ms"}
+        if changed
+        else {"cleanup.policy", "compression.type", "message.timestamp.type", "retention.ms"}
+    )
     assert run("apply", "--yes")[0] == 0
     assert run("plan")[0] == 0
 

@@ -65,20 +65,24 @@ def test_resolving_twice_or_unread_is_an_error() -> None:
     st.randoms(use_true_random=False),
 )
 def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, random) -> None:  # type: ignore[no-untyped-def]
-    """Read and resolve in any order over several lives; only what a checkpoint holds survives a crash."""
+    """Read and resolve in any order over several lives; only what a checkpoint holds survives a crash. Some offsets can't be
+    read, and come as runs, which another life may see cut elsewhere."""
     logs = {}
+    unreadable = set()
     for partition, steps in enumerate(gaps):
         offsets, at = [], -1
         for step in steps:
             at += step
             offsets.append(at)
+            if random.random() < 0.2:
+                unreadable.add((partition, at))
         logs[partition] = offsets
     durable: dict[tuple[int, int], Reason] = {}
     state = None
     for life in [*lives, None]:
         ledger = Ledger(logs, state)
         mine = dict(durable)
-        pending: list[tuple[int, int]] = []
+        pending: list[tuple[int, int, int]] = []
         unread = {p: [o for o in offsets if o >= ledger.frontiers().get(p, 0)] for p, offsets in logs.items()}
         actions = 10**6 if life is None else life * 5
         while actions > 0 and (pending or any(unread.values())):
@@ -86,23 +90,30 @@ def test_any_interleaving_with_restarts_resolves_every_record_once(gaps, lives, 
             partition = random.choice(list(logs))
             if unread[partition] and random.random() < 0.6:
                 record = (partition, unread[partition].pop(0))
-                if random.random() < 0.3:
+                if record in unreadable:
+                    end = record[1] + 1
+                    while unread[partition][:1] == [end] and (partition, end) in unreadable and random.random() < 0.8:
+                        end = unread[partition].pop(0) + 1
+                    for begin, stop in ledger.begin_run(*record, end):
+                        assert not {(partition, offset) for offset in range(begin, stop)} & mine.keys()
+                        pending.append((partition, begin, stop))
+                elif random.random() < 0.3:
                     ledger.pass_over(*record, Reason.STALE)
                     mine.setdefault(record, Reason.STALE)
                 elif ledger.begin(*record):
                     assert record not in mine, "resolved before, and read as new"
-                    pending.append(record)
+                    pending.append((*record, record[1] + 1))
                 else:
                     assert record in mine
             elif pending:
-                record = pending.pop(random.randrange(len(pending)))
+                where, begin, stop = pending.pop(random.randrange(len(pending)))
                 reason = random.choice(list(Reason))
-                ledger.resolve(*record, reason)
-                mine[record] = reason
+                ledger.resolve(where, begin, reason)
+                mine |= {(where, offset): reason for offset in range(begin, stop)}
             resolved = sum(ledger.count(outcome) for outcome in Outcome)
             assert ledger.read == resolved + ledger.pending
             assert resolved == len(mine)
-            assert ledger.pending == len(pending)
+            assert ledger.pending == sum(stop - begin for _, begin, stop in pending)
             if random.random() < 0.3:
                 state, durable = ledger.state(), dict(mine)
     assert mine.keys() == {(p, o) for p, offsets in logs.items() for o in offsets}
@@ -179,6 +190,23 @@ def test_records_that_were_read_are_not_lost() -> None:
     ledger.begin(0, 0)
     with pytest.raises(AssertionError, match="1 records were read already"):
         ledger.lose(0, 5)
+
+
+def test_offsets_that_can_not_be_read_are_one_run_of_any_length() -> None:
+    """Of a batch of a million offsets, each counts, and they take no more memory than one."""
+    ledger = Ledger([0])
+    before = _bytes_of(ledger)
+    ledger.begin(0, 4)
+    assert ledger.begin_run(0, 5, 1_000_005) == [(5, 1_000_005)]
+    assert (ledger.read, ledger.pending, ledger.frontiers()) == (1_000_001, 1_000_001, {0: 4})
+    ledger.resolve(0, 5, Reason.UNREADABLE)
+    assert ledger.state()["above"] == {"0": [[5, 1_000_005]]}
+    assert ledger.count(Outcome.DEAD_LETTERED) == 1_000_000
+    assert ledger.take_resolved().by_reason() == {"unreadable": {"0": [(5, 1_000_005)]}}
+    assert _bytes_of(ledger) < before + 1000
+    again = Ledger([0], ledger.state())
+    again.begin(0, 4)
+    assert again.begin_run(0, 5, 1_000_010) == [(1_000_005, 1_000_010)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60)), unique=True), st.lists(st.integers(0, 60), max_size=4))

@@ -179,7 +179,13 @@ def test_a_differing_setting_is_changed_and_an_unreported_one_is_unknown() -> No
     actual = with_topic(actual, "heartbeats", settings={}, silence="the broker is silent")
     difference = plan(spec, actual)
     assert difference.setting_changes == (SettingChange("requests", "retention.ms", "5000", "86400000"),)
-    assert difference.unknown == (Unknown("heartbeats", ("cleanup.policy", "retention.ms"), "the broker is silent"),)
+    assert difference.unknown == (
+        Unknown(
+            "heartbeats",
+            ("compression.type", "message.timestamp.type", "cleanup.policy", "retention.ms"),
+            "the broker is silent",
+        ),
+    )
     levels = {(item.topic, item.check): item.level for item in check(spec, actual)}
     assert levels["requests", "retention.ms"] == "error"
     assert levels["heartbeats", "retention.ms"] == "warning"
@@ -385,3 +391,11 @@ def test_a_short_retention_is_a_warning() -> None:
         require(spec, actual, LimitsConfig())
     assert [(line["log_level"], line["topic"]) for line in lines] == [("warning", "trajectories")]
     assert preflight(spec, with_setting(actual, "trajectories", "retention.ms", "-1"), LimitsConfig()) == []
+
+
+@pytest.mark.parametrize(("kept", "warned"), [("producer", True), ("lz4", True), ("uncompressed", False), ("zstd", False)])
+def test_topics_that_keep_strangers_batches_as_they_come_are_warned_of(kept: str, warned: bool) -> None:
+    found = preflight(load(), with_setting(as_promised(load()), "trajectories", "compression.type", kept), LimitsConfig())
+    assert [(item.topic, item.check, item.level) for item in found] == (
+        [("trajectories", "compression.type", "warning")] if warned else []
+    )

@@ -48,6 +48,7 @@ class Cluster:
             topics=NAMES,
             topic_states=FakeAdmin(self.log).topics,
             open_reader=lambda: FakeReader(self.log),
+            open_committed=lambda: FakeReader(self.log),
             open_dead_letters=lambda: FakeProducer(self.log),
             open_control=lambda: FakeTransactions(self.log, transactional_id=RUN_ID),
             open_shown=lambda: FakeGroupOffsets(self.log, group=f"echo-{RUN_ID}"),
