@@ -67,11 +67,13 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     from echo.metrics import ProducerMetrics
     from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, end_with_asking_parent
+    from echo.tested import warn_of_newer
 
     end_with_asking_parent()
     configure_logging(json=log_json)
     # Before the heavy imports: a stop that is asked for during start-up is a planned one, too.
     stop = StopSignal().install()
+    warn_of_newer(structlog.get_logger("produce"))
     metrics = ProducerMetrics(run.run_id, name, CollectorRegistry())
     server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.produce_port, key="metrics.produce_port")
     try:
