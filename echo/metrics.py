@@ -148,7 +148,16 @@ class ProducerMetrics:
         self.peer_sent_bytes = counter("echo_produce_peer_sent_bytes", "Chunk bytes sent to other producers").labels(*me)
         self.swap_seconds = histogram("echo_produce_swap_seconds", "Engine time to take new weights", SECONDS_BUCKETS)
         self.announce_to_serving_seconds = histogram(
-            "echo_produce_announce_to_serving_seconds", "From the announcement's creation to serving", SECONDS_BUCKETS
+            "echo_produce_announce_to_serving_seconds",
+            "From the announcement's creation to serving, by this producer's clock",
+            SECONDS_BUCKETS,
+        )
+        # Known after the first pull.
+        self.clock_difference = Gauge(
+            "echo_produce_clock_difference_seconds",
+            "The weight server's clock less this producer's",
+            ("run", "producer"),
+            registry=registry,
         )
         self.phase_seconds = counter("echo_produce_phase_seconds", "Time spent: wait, sample, score, publish, swap", ("phase",))
 

@@ -26,7 +26,7 @@ ROWS = (
     ("Versions", versions, (7, 7, 5, 5)),
     ("Throughput", throughput, (8,) * 6),
     ("Resolution", resolution, (6, 6, 6, 6, 8, 8, 8)),
-    ("Weights", weights, (6,) * 8),
+    ("Weights", weights, (8,) * 9),
     ("Memory and back-pressure", memory, (6, 6, 6, 6)),
     ("Learner", learner, (6,) * 12),
 )

@@ -145,6 +145,12 @@ def weights() -> list[Panel]:
             quantiles(producer("echo_produce_announce_to_serving_seconds_bucket")),
         ),
         graph(
+            "Clock difference",
+            "The weight server's clock less each producer's. Announce to serving is corrected by it; log lines are not.",
+            units.Seconds,
+            [Query(producer("echo_produce_clock_difference_seconds"), "{{producer}}")],
+        ),
+        graph(
             "Swap time",
             "Time an engine takes to put verified weights in place.",
             units.Seconds,

@@ -12,6 +12,7 @@ import structlog
 
 from echo.control import Announcement
 from echo.metrics import ProducerMetrics
+from echo.weights.clock import Difference
 from echo.weights.manifest import HostTensor, Manifest
 from echo.weights.urls import base_of, manifest_url
 from producers.engines.base import Adapter, Policy
@@ -58,6 +59,9 @@ class PullClient(Protocol):
         have: Pulled | None,
         progress: Callable[[int, int], None] | None,
     ) -> Pulled: ...
+
+    def clock_difference(self) -> Difference | None:
+        """The weight server's clock less ours; None before anything is known."""
 
     def check(self) -> None:
         """Raise what ended its work in the background, if anything did."""

@@ -27,6 +27,7 @@ from echo.metrics import ProducerMetrics
 from echo.sequential import mix_seed
 from echo.topic_watch import TopicWatch
 from echo.waiting import Watch
+from echo.weights.clock import Difference
 from producers import rollout
 from producers.collaborators import Collaborators, Stop
 from producers.engines.base import Completion, Policy
@@ -44,6 +45,8 @@ log = structlog.get_logger("produce")
 # Between looks at the stop signal; what the control topic and the puller report ends a wait at once.
 _SLICE_S = 0.2
 _LEAVE_S = 5.0
+# Clocks of hosts with a time service differ by milliseconds.
+_CLOCKS_DIFFER_S = 1.0
 
 T = TypeVar("T")
 
@@ -96,6 +99,7 @@ class ProduceLoop:
         self._began = 0.0
         self._calls = self._groups = self._sequence = self._tokens = 0
         self._busy_seconds = 0.0
+        self._clocks_differ = False
         changed = threading.Condition()
         limits = run.limits
         self._agreement = agreement(run, collaborators.model)
@@ -415,10 +419,24 @@ class ProduceLoop:
             log.info("policy serves", version=version)
             self._metrics.serving_version.set(version)
             announced = self._listener.state.announcement
-            # What was announced before we lived says nothing about our own speed.
-            if announced is not None and announced.version == version and announced.created >= self._began:
-                self._metrics.announce_to_serving_seconds.observe(max(0.0, self._clock() - announced.created))
+            clocks = self._with.weights.clock_difference()
+            if announced is not None and announced.version == version and clocks is not None:
+                self._note_delay(announced.created, clocks)
         self._heartbeat.changed(now=True)
+
+    def _note_delay(self, created: float, clocks: Difference) -> None:
+        """How long an announcement took to serve. created: by the trainer's clock, for which the weight server's stands."""
+        self._metrics.clock_difference.labels(self._run.run_id, self._producer_id).set(clocks.seconds)
+        if not self._clocks_differ and abs(clocks.seconds) > _CLOCKS_DIFFER_S + clocks.within_s:
+            self._clocks_differ = True
+            log.warning(
+                "the weight server's clock differs from this host's: times of both compare badly, run a time service",
+                ahead_s=round(clocks.seconds, 3),
+                within_s=round(clocks.within_s, 3),
+            )
+        # What was announced before we lived says nothing about our own speed.
+        if (announced_at := created - clocks.seconds) >= self._began:
+            self._metrics.announce_to_serving_seconds.observe(max(0.0, self._clock() - announced_at))
 
     def _own_work(self, prompts: Sequence[Made]) -> Work:
         """The next groups of this incarnation's own stream of prompts."""

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from echo.errors import ManifestError
 from echo.weights.buffers import Buffers
+from echo.weights.clock import Difference, ServerClock
 from echo.weights.peers import PeerNode
 from echo.weights.plan import Held
 from echo.weights.pull import Pull, Pulled, Wanted
@@ -58,6 +59,7 @@ class WeightClient:
         self._access = Access(check_token(token), connect_timeout_s, read_timeout_s, tls)
         self._buffers = Buffers()
         self._reputations = Reputations()
+        self._clock = ServerClock()
         self._node = make_node(self._access).start() if make_node is not None else None
         self._connections = connections
         self._attempts = attempts
@@ -97,8 +99,13 @@ class WeightClient:
             buffers=self._buffers,
             reputations=self._reputations,
             node=self._node,
+            clock=self._clock,
         )
         return pull.run(self._connections, deadline_s, cancelled, progress)
+
+    def clock_difference(self) -> Difference | None:
+        """The weight server's clock less ours, as the answers of its last manifests tell; None before the first."""
+        return self._clock.difference()
 
     def check(self) -> None:
         """Raise what ended the part that serves peers, if anything did."""

@@ -18,6 +18,7 @@ from echo.errors import ChunkError, ManifestError, PullCancelled, WeightsError
 from echo.weights import manifest as manifests
 from echo.weights import plan as plans
 from echo.weights.buffers import Buffers
+from echo.weights.clock import ServerClock
 from echo.weights.manifest import Base, HostTensor, Manifest
 from echo.weights.peers import PeerNode, unique_chunks
 from echo.weights.plan import Held, Plan, Want
@@ -85,6 +86,7 @@ class Pull:
         buffers: Buffers,
         reputations: Reputations,
         node: PeerNode | None,
+        clock: ServerClock,
     ) -> None:
         self._wanted = wanted
         self._have = have
@@ -95,6 +97,7 @@ class Pull:
         self._buffers = buffers
         self._reputations = reputations
         self._node = node
+        self._clock = clock
         self._lock = threading.Lock()
         self._received = self._from_peers = self._peer_failures = 0
         self._present = 0
@@ -188,7 +191,7 @@ class Pull:
 
     def _fetch_manifest(self, session: Session, version: int, digest: str) -> Manifest:
         def fetch(url: str) -> Manifest:
-            with session.ask(url, ManifestError) as response:
+            with session.ask(url, ManifestError, clock=self._clock) as response:
                 raw = response.read(_MANIFEST_BYTES_MAX + 1)
                 if len(raw) > _MANIFEST_BYTES_MAX:
                     raise ManifestError(f"{url}: larger than {_MANIFEST_BYTES_MAX:,} bytes, so not a manifest")

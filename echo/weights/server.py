@@ -7,6 +7,8 @@ Run it as `echo-weights serve run.yaml`; in a process that does more, `WeightSer
 """
 
 import os
+import time
+from collections.abc import Callable
 from typing import Annotated
 
 import structlog
@@ -19,7 +21,7 @@ from echo.errors import ManifestError, WeightsError
 from echo.http_guard import Limits
 from echo.http_server import HttpServer, Tls, check_tls, listen, reason
 from echo.metrics import WeightsMetrics
-from echo.weights.serving import Measured, Pace, Paced, Routes, StoredChunk, is_known
+from echo.weights.serving import Clocked, Measured, Pace, Paced, Routes, StoredChunk, is_known
 from echo.weights.store import WeightStore
 from echo.weights.tracker import BITMAP_CHARACTERS_MAX, Peer, Peers, Tracker
 from echo.weights.urls import RUN_ID_PATTERN, VERSION_MAX, manifest_url
@@ -50,11 +52,13 @@ def create_app(
     tracker: Tracker | None = None,
     max_egress_bytes_per_s: float | None = None,
     accel_redirect: str | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The origin's application. token: asked as `Authorization: Bearer`; None asks for nothing.
 
     max_egress_bytes_per_s: bound of all chunk bodies together. accel_redirect: prefix of an internal location of nginx over
-    the store's `chunks` folder; chunks are then answered with X-Accel-Redirect, and nginx sends them.
+    the store's `chunks` folder; chunks are then answered with X-Accel-Redirect, and nginx sends them. clock: seconds since the
+    epoch.
     Raises ConfigError for a token that can't travel in a header.
     """
     app = FastAPI(
@@ -73,6 +77,7 @@ def create_app(
 
     # First, and so inside of the others: what is refused is counted, too.
     routes = Routes(app, token)
+    app.add_middleware(Clocked, clock=clock)
     app.add_middleware(Measured, sent=metrics.sent_bytes.inc, answered=answered)
     if max_egress_bytes_per_s is not None:
         # Outside of the other: bytes are counted once they have been let out.

@@ -8,6 +8,7 @@ import http.client
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import tenacity
 from pydantic import SecretStr
 
 from echo.errors import ConfigError, WeightsError
+from echo.weights.clock import TIME_HEADER, ServerClock
 
 log = structlog.get_logger("weights.client")
 
@@ -111,10 +113,12 @@ class Session:
         allowed: Sequence[int] = (200,),
         body: bytes | None = None,
         timeout_s: float | None = None,
+        clock: ServerClock | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """GET `url`, or POST a JSON `body` to it; the answer is read within the context. Read whole, the connection is kept.
 
         timeout_s: for connecting and for each read, where the usual ones are too long; the first of a connection holds.
+        clock: learns from the answer.
 
         Raises `error`, naming the URL, for another status than `allowed`, and for what goes wrong within the context.
         """
@@ -129,8 +133,11 @@ class Session:
         response: http.client.HTTPResponse | None = None
         try:
             connection = self._connections.get(server) or self._connect(server, parts, timeout_s)
+            asked = time.time()
             connection.request("GET" if body is None else "POST", parts.path, body, sent)
             response = connection.getresponse()
+            if clock is not None:
+                clock.saw(asked, response.getheader(TIME_HEADER), time.time())
             if response.status not in allowed:
                 raise self._refusal(url, response, error)
             yield response

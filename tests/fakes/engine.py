@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from echo.errors import EngineError, PullCancelled, WeightsError
 from echo.trajectory import Sampling
+from echo.weights.clock import Difference
 from echo.weights.manifest import HostTensor, Manifest
 from producers.engines.base import Completion, Limits, Policy, TakePolicy
 from producers.fetch import Pulled
@@ -137,6 +138,7 @@ class FakeWeights:
 
     def __init__(self) -> None:
         self.fails: set[int] = set()
+        self.clocks: Difference | None = None
         self.asked: list[int] = []
         self.pulled: list[int] = []
         self.cancelled: list[int] = []
@@ -179,5 +181,8 @@ class FakeWeights:
         manifest = Manifest(schema="2.0", run_id=run_id, version=version, step=version, created=0.0, tensors=())
         self.had.append(have.manifest.version if have is not None else None)
         return FakePulled({"w": HostTensor("w", "I32", (1,), data)}, manifest)
+
+    def clock_difference(self) -> Difference | None:
+        return self.clocks
 
     def check(self) -> None: ...

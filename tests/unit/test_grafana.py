@@ -149,6 +149,7 @@ def test_names_are_those_of_an_exposition() -> None:
     metrics.phase_seconds.labels("r", "p", "wait").inc()
     metrics.scorings.labels("r", "p", "ok").inc()
     metrics.prompts_left_out.labels("r", "p", "too_long").inc()
+    metrics.clock_difference.labels("r", "p").set(0.1)
     names = promql.names_of(generate_latest(registry).decode())
     of_producers = {name for name in promql.metrics_in(BOARD) if name.startswith("echo_produce_")}
     assert of_producers - names == set()
