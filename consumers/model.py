@@ -187,6 +187,8 @@ def _with_adapters(base: Any, lora: LoraConfig, names: tuple[str, ...]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings", UserWarning)  # An error below.
+            # What peft asks transformers by its older name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             module = peft.get_peft_model(base, settings)
     except ValueError as error:
         raise ConfigError(f"learner.lora.target_modules: {' '.join(str(error).split())}") from None
@@ -205,7 +207,9 @@ def _delta(layer: Any) -> Tensor:
 
 def _recompute(module: Any) -> None:
     """Gradient checkpointing: keep the inputs of layers alone, and compute their insides again on the way back."""
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Newer releases of transformers call it activation checkpointing, and warn at the older name.
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"learner.gradient_checkpointing: {type(module).__name__} has no layers that can be recomputed")

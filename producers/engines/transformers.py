@@ -1,4 +1,4 @@
-"""The transformers engine: batched sampling with a KV cache, on a CPU or one GPU, with any causal language model.
+"""The transformers engine: batched sampling with a KV cache, on a CPU or one GPU, with any causal language model of attention.
 
 Refuses to sample before the first `load`: the model folder gives architecture and end tokens, weights come from policies
 only. Every logprob is of the very distribution that drew the token, computed in float32.
@@ -7,7 +7,6 @@ Its safe point is every token boundary. A policy taken there replaces the weight
 them, and so each later token is drawn from exactly what the new policy says about the whole prefix.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -75,14 +74,9 @@ class TransformersEngine:
                 self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **options)
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise EngineError(f"model {model}: can't be built on {device}: {error}") from error
-        if "past_key_values" not in inspect.signature(self._model.forward).parameters:
-            # It would be handed each later token without a word of what came before.
-            raise EngineError(
-                f"model {model}: {type(self._model).__name__} takes no key-value cache, and this engine samples with one:"
-                " take a model with attention layers"
-            )
         self._model.requires_grad_(False)
         self._model.eval()
+        self._cache_name = _cache_name(model, self._model, self._device)
         self._end_ids = torch.tensor(_end_ids(model, config), dtype=torch.long, device=self._device)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self.limits = Limits(getattr(config.get_text_config(), "max_position_embeddings", None), self._vocabulary)
@@ -184,19 +178,21 @@ class TransformersEngine:
         """Logits (rows, V), float32, of each row's next token; fills or extends the batch's KV cache."""
         if batch.cache is None:
             batch.drop_ended()
-            batch.cache = DynamicCache(config=self._model.config)
             fresh = batch.ids
+            held = {}
         else:
             fresh = batch.ids[:, -1:]
+            held = {self._cache_name: batch.cache}
         positions = batch.mask.cumsum(dim=1)[:, -fresh.shape[1] :].sub_(1).clamp_(min=0)
         output = self._model(
             input_ids=fresh,
             attention_mask=batch.mask,
             position_ids=positions,
-            past_key_values=batch.cache,
             use_cache=True,
             logits_to_keep=1,
+            **held,
         )
+        batch.cache = output[self._cache_name]
         return output.logits[:, -1].float()
 
     def _record(
@@ -319,6 +315,40 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor
         beyond = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
     return logits.log_softmax(dim=-1)
+
+
+@torch.inference_mode()
+def _cache_name(path: str, model: Any, device: torch.device) -> str:
+    """The argument that hands a model the key-value cache of the tokens before, which is also that cache's name in its output.
+
+    Asked of the model itself, by two tokens: releases of transformers and kinds of models name it differently, and some take
+    the argument and keep a state of their own. A `DynamicCache` of both tokens has keys and values: padding can be masked, and
+    rows can be left out. A recurrent state (Mamba, RWKV, ...) takes padding for tokens. Raises EngineError if there is none.
+    """
+    ids = torch.zeros((1, 2), dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
+    kind = type(model).__name__
+    try:
+        output = model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=True, logits_to_keep=1
+        )
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise EngineError(f"model {path}: {kind} can't be sampled from token by token: {error}") from error
+    for name, value in output.items():
+        if type(value) is DynamicCache and _tokens(value) == ids.shape[1]:
+            return str(name)
+    raise EngineError(
+        f"model {path}: {kind} gives no key-value cache of all its tokens, and this engine samples with one:"
+        " take a model with attention layers"
+    )
+
+
+def _tokens(cache: DynamicCache) -> int:
+    """How many tokens a cache has keys and values of."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # It has no layer of attention.
+        return 0
 
 
 def _end_ids(model: str, config: Any) -> list[int]:

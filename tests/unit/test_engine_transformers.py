@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MambaConfig
 
 from echo.config import RunConfig
 from echo.errors import ConfigError, EngineError
@@ -171,13 +170,6 @@ def test_a_wrong_engine_or_parameter_is_a_config_error(folder: str, producer: di
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=str(tmp_path)):
-        TransformersEngine(str(tmp_path), dtype="float32", device="cpu")
-
-
-def test_a_model_that_takes_no_key_value_cache_is_refused(tmp_path: Path) -> None:
-    """Mamba keeps a state of its own, and would sample each token from the one before it alone."""
-    MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="MambaForCausalLM takes no key-value cache"):
         TransformersEngine(str(tmp_path), dtype="float32", device="cpu")
 
 

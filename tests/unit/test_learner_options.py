@@ -107,6 +107,8 @@ def test_adapters_begin_as_the_base_and_are_all_that_is_trained(model_path: str)
             assert torch.equal(frozen[name.replace(".weight", ".base_layer.weight")], value)
 
 
+# What peft itself asks transformers by an older name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_what_is_published_computes_what_was_trained_and_adapters_load_into_peft(model_path: str) -> None:
     """Merged weights in a plain model, and the adapters' own tensors in peft's, both give the learner's logits."""
     learner = Learner(make_run(model_path, lora={"rank": 2, "alpha": 7, "target_modules": ["q_proj", "down_proj"]}))
