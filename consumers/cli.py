@@ -91,6 +91,7 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
     from echo.metrics import TrainerMetrics
     from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, die_with_parent, end_with_asking_parent
+    from echo.tested import warn_of_newer
 
     end_with_asking_parent()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -109,6 +110,7 @@ def _train(run, *, log_json: bool) -> None:  # type: ignore[no-untyped-def]
 
         follow(run)
         return
+    warn_of_newer(structlog.get_logger("train"))
     metrics = TrainerMetrics(run.run_id, CollectorRegistry())
     server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.train_port, key="metrics.train_port")
     try:

@@ -76,6 +76,7 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     from echo.metrics import ProducerMetrics
     from echo.metrics_server import MetricsServer
     from echo.process import StopSignal, configure_logging, end_with_asking_parent
+    from echo.tested import warn_of_newer
 
     end_with_asking_parent()
     configure_logging(json=log_json)
@@ -83,6 +84,7 @@ def _produce(run, name: str, *, log_json: bool) -> None:  # type: ignore[no-unty
     stop = StopSignal().install()
     if stop.is_set():
         raise StoppedError("stopped before it began")
+    warn_of_newer(structlog.get_logger("produce"))
     metrics = ProducerMetrics(run.run_id, name, CollectorRegistry())
     server = MetricsServer(metrics.registry, host=run.metrics.host, port=run.metrics.produce_port, key="metrics.produce_port")
     try:

@@ -6,6 +6,10 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from echo.tested import pins
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -47,7 +51,7 @@ def test_an_extra_is_the_one_that_pulls_it_in() -> None:
 def test_every_requirement_has_a_reason_a_licence_and_a_way_out() -> None:
     for heading, rows in _tables().items():
         for row in rows:
-            assert len(row) == (5 if heading == "Extras" else 4), row
+            assert len(row) == {"Extras": 5, "Ranges": 2}.get(heading, 4), row
             assert all(row), row
 
 
@@ -65,9 +69,29 @@ def test_every_core_dependency_is_imported() -> None:
     assert {_normal(name) for name in _names(PROJECT["dependencies"])} <= used
 
 
+def _requirements() -> list[Requirement]:
+    """Every requirement of the project, extras included, but its own extras."""
+    texts = PROJECT["dependencies"] + [text for texts in EXTRAS.values() for text in texts]
+    return [made for text in texts if (made := Requirement(text)).name != PROJECT["name"]]
+
+
 def test_the_tested_versions_satisfy_the_project() -> None:
-    """deploy/constraints.txt pins every requirement that a development install has."""
-    lines = (ROOT / "deploy/constraints.txt").read_text().splitlines()
-    pinned = {_normal(line.partition("==")[0]) for line in lines if "==" in line}
-    wanted = _names(PROJECT["dependencies"]) | _names(EXTRAS["dev"]) | _names(EXTRAS["demo"])
-    assert {_normal(name) for name in wanted} <= pinned
+    """deploy/constraints.txt pins every requirement of a development install, each within its range."""
+    tested = pins((ROOT / "deploy/constraints.txt").read_text())
+    needed = [requirement for requirement in _requirements() if requirement.name != "vllm"]
+    outside = [
+        str(requirement) for requirement in needed if tested.get(_normal(requirement.name), "0") not in requirement.specifier
+    ]
+    assert not outside
+
+
+def test_every_range_has_a_floor_or_is_one_version() -> None:
+    """`make test-lowest` has nothing to go down to otherwise."""
+    for requirement in _requirements():
+        assert {part.operator for part in requirement.specifier} & {">=", "=="}, requirement
+
+
+def test_every_upper_bound_has_its_reason() -> None:
+    bounds = {f"{made.name}{part}" for made in _requirements() for part in made.specifier if part.operator == "<"}
+    assert {row[0].strip("|` ") for row in _tables()["Ranges"]} == bounds
+    assert "transformers" in {bound.partition("<")[0] for bound in bounds}
