@@ -186,7 +186,7 @@ def _with_adapters(base: Any, lora: LoraConfig, names: tuple[str, ...]) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings", UserWarning)  # An error below.
+            warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings", UserWarning)  # An error below.
             # What peft asks transformers by its older name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             module = peft.get_peft_model(base, settings)

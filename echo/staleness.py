@@ -47,8 +47,9 @@ def grant_windows(total: int, throughput: Mapping[str, float]) -> dict[str, int]
     known = [rate for rate in throughput.values() if rate > 0 and math.isfinite(rate)]
     default = sum(known) / len(known) if known else 1.0
     weights = {name: (rate if rate > 0 and math.isfinite(rate) else default) for name, rate in sorted(throughput.items())}
-    scale = total / sum(weights.values())
-    shares = {name: weight * scale for name, weight in weights.items()}
+    whole = sum(weights.values())
+    # As parts of the whole first: total / whole is infinite for the smallest of rates.
+    shares = {name: total * (weight / whole) for name, weight in weights.items()}
     granted = {name: int(share) for name, share in shares.items()}
     left = total - sum(granted.values())
     by_remainder = sorted(shares, key=lambda name: (granted[name] - shares[name], name))

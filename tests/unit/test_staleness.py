@@ -25,6 +25,7 @@ def test_stale_iff_more_versions_behind_than_the_bound(newest: int, oldest: int,
     assert may_sample(newest, oldest, bound) != is_stale(newest, oldest, bound)
 
 
+@example(total=1, throughput={"a": 5e-324})
 @given(st.integers(1, 500), rates)
 def test_windows_sum_to_the_total_but_for_one_per_producer(total: int, throughput: dict[str, float]) -> None:
     windows = grant_windows(total, throughput)
