@@ -4,12 +4,12 @@ The client reports such a batch by its first offset, again and again, or asks fo
 past it. Offsets inside and after it are sought, and what comes from each says where it ends (echo/kafka/batch_end.py). Until
 then the partition's messages are left out: all that follow the batch are read anew.
 
-Refuses to pass over what was only late: a batch that the client is silent about is unreadable only if its broker answers. For
-the thread that reads alone.
+Refuses to pass over what was only late: a batch that the client is silent about is unreadable only if its broker answers, and
+if there is silence again after something else was read. For the thread that reads alone.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 from confluent_kafka import Consumer, KafkaException, TopicPartition
@@ -31,17 +31,21 @@ _SOUGHT_S = 1.0
 
 
 class _Batch:
-    """first: as the client reports it. asked: the offset that was sought last; None: none was yet.
+    """first: as the client reports it. high: the log's end when the search began. asked: the offset that was sought last; None:
+    none was yet.
 
-    silent: the client does not report it. Then it is asked for once more before its end is looked for (`confirmed`).
+    silent: the client does not report it. Then its first offset is asked for once more before its end is looked for, and again
+    after it was found: while it is in doubt, anything that comes is the batch, which was only late.
     """
 
-    def __init__(self, first: int, problem: str, search: BatchEnd, *, silent: bool) -> None:
+    def __init__(self, first: int, problem: str, search: BatchEnd, high: int, *, silent: bool) -> None:
         self.first = first
+        self.high = high
         self.problem = problem
         self.search = search
         self.silent = silent
-        self.confirmed = not silent
+        self.doubted = silent
+        self.verified = not silent
         self.asked: int | None = None
         self.asked_at = 0.0
 
@@ -49,8 +53,9 @@ class _Batch:
 class PassingOver:
     """See the module. What returns a LogRecord gives the offsets of a batch whose end is known; reading resumes after it."""
 
-    def __init__(self, consumer: Consumer, *, committed: bool) -> None:
+    def __init__(self, consumer: Consumer, *, committed: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._consumer = consumer
+        self._clock = clock
         self._committed = committed
         self._batches: dict[Partition, _Batch] = {}
         self._seeks: dict[Partition, int] = {}
@@ -96,7 +101,7 @@ class PassingOver:
         an open transaction hides.
         """
         still: dict[Partition, int] = {}
-        now, before, self._still = time.monotonic(), self._still, {}
+        now, before, self._still = self._clock(), self._still, {}
         for partition in partitions:
             low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
             position = positions.get(partition, low)
@@ -114,14 +119,16 @@ class PassingOver:
 
     def go_on(self, paused: Iterable[Partition]) -> list[LogRecord]:
         """Called after every read: seek what is to be asked next, and draw conclusions from silence."""
-        now, waits = time.monotonic(), set(paused)
+        now, waits = self._clock(), set(paused)
         found: list[LogRecord] = []
         for partition, batch in list(self._batches.items()):
             if partition in waits or batch.asked is None:
                 batch.asked_at = now
-            if batch.confirmed and batch.search.ask is None:
-                found.append(self._finish(partition, batch))
-            elif partition not in self._seeks and (record := self._hear_silence(partition, batch, now)) is not None:
+            if not batch.silent and batch.search.ask is None:
+                record: LogRecord | None = self._finish(partition, batch)
+            else:
+                record = None if partition in self._seeks else self._hear_silence(partition, batch, now)
+            if record is not None:
                 found.append(record)
         self.seek()
         return found
@@ -136,38 +143,53 @@ class PassingOver:
                 continue
             del self._seeks[partition]
             if (batch := self._batches.get(partition)) is not None:
-                batch.asked, batch.asked_at = offset, time.monotonic()
+                batch.asked, batch.asked_at = offset, self._clock()
 
     def _begin(self, partition: Partition, first: int, position: int | None, problem: str, *, silent: bool) -> None:
         low, high = self._consumer.get_watermark_offsets(TopicPartition(*partition), cached=True)
         begin = max(first, low, first if position is None else position)
-        batch = self._batches[partition] = _Batch(first, problem, BatchEnd(begin, high), silent=silent)
+        # Silence must end somewhere, at the latest at the log's end, which is asked for, too: else nothing can be read at all.
+        search = BatchEnd(begin, high + 1 if silent else high)
+        batch = self._batches[partition] = _Batch(first, problem, search, high, silent=silent)
         if silent:
             self._seeks[partition] = begin
         else:
             self._look_for_end(partition, batch)
 
     def _look_for_end(self, partition: Partition, batch: _Batch) -> None:
-        batch.confirmed = True
+        batch.doubted = False
         if batch.search.ask is not None:
             self._seeks[partition] = batch.search.ask
             where = f"{partition[0]}[{partition[1]}]@{batch.search.first}"
             log.warning("a batch can't be read, looking for its end", where=where, error=batch.problem)
 
+    def _verify(self, partition: Partition, batch: _Batch) -> None:
+        batch.doubted = batch.verified = True
+        self._seeks[partition] = batch.search.first
+
     def _answer(self, partition: Partition, batch: _Batch, beyond: int | None) -> LogRecord | None:
         """What came from the offset asked for: the same batch (None), or something else, which begins at `beyond`."""
         search = batch.search
-        if not batch.confirmed:
+        if batch.doubted:
             # It can be read, and was only late.
-            del self._batches[partition]
-            self._seeks[partition] = search.first
+            self._leave(partition, batch)
             return None
         if search.ask is not None:
             search.inside() if beyond is None else search.beyond(beyond)
-        if search.ask is None:
+        if search.ask is not None:
+            self._seeks[partition] = search.ask
+        elif batch.verified:
             return self._finish(partition, batch)
-        self._seeks[partition] = search.ask
+        elif search.end > batch.high:
+            self._leave(partition, batch)
+        else:
+            self._verify(partition, batch)
         return None
+
+    def _leave(self, partition: Partition, batch: _Batch) -> None:
+        """Nothing is passed over."""
+        del self._batches[partition]
+        self._seeks[partition] = batch.search.first
 
     def _hear_silence(self, partition: Partition, batch: _Batch, now: float) -> LogRecord | None:
         if now - batch.asked_at < (_SOUGHT_S if batch.silent else _HIDDEN_S):
@@ -176,8 +198,10 @@ class PassingOver:
             return self._answer(partition, batch, batch.asked) if self._committed else None
         if not self._broker_answers(partition):
             return None
-        if batch.confirmed:
+        if not batch.doubted:
             return self._answer(partition, batch, None)
+        if batch.verified:
+            return self._finish(partition, batch)
         self._look_for_end(partition, batch)
         return None
 

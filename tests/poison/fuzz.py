@@ -239,8 +239,8 @@ def run(servers: str, topics: TopicNames, *, partitions: int, records: int, seed
         reader=KafkaLogReader(settings, client_id="fuzz", max_record_bytes=RECORD_BYTES, committed=False),
         producer=producer,
         topic=topics.trajectories,
-        partitions=partitions,
-        frontiers={},
+        partitions=lambda: partitions,
+        frontiers=dict.fromkeys(range(partitions), 0),
         dead_letter_topic=topics.dead_letter,
         max_letter_bytes=RECORD_BYTES + dead_letter.OVERHEAD_BYTES,
     )
