@@ -79,7 +79,7 @@ class TrajectoryReader:
 
     @property
     def idle_s(self) -> float:
-        """For how long all partitions were read, without a pause, and nothing was there."""
+        """For how long all partitions were read to the end of the log, without a pause, and nothing was there."""
         return self._idle_s
 
     def lag(self) -> dict[int, int | None]:
@@ -109,12 +109,17 @@ class TrajectoryReader:
         self._letters.add(self._intake.offer(records))
         read_s = 0.0 if self.paused else min(self._clock() - began, _LONGEST_TURN_S)
         self._intake.expire(read_s)
-        self._idle_s = self._idle_s + read_s if not records and not self.paused and self._reader.at_end() else 0.0
+        idle = not records and not self.paused and self._reader.at_end() and self._nothing_behind()
+        self._idle_s = self._idle_s + read_s if idle else 0.0
         self._letters.send()
         # Here, because the client lets one thread in at a time, and is not fair: another thread would wait for very long.
         if (now := self._clock()) >= self._lag_due:
             self._lag = {number: behind for (_, number), behind in self._reader.lag().items()}
             self._lag_due = now + _LAG_EVERY_S
+
+    def _nothing_behind(self) -> bool:
+        """Also no record that can't be read yet, behind a transaction that somebody left open."""
+        return bool(self._lag) and not any(behind is None or behind > 0 for behind in self._lag.values())
 
     def _take_new_partitions(self) -> None:
         known, now = len(self._all), self._partitions()

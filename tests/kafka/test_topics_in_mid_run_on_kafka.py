@@ -280,8 +280,9 @@ def test_a_run_that_starts_over_after_records_were_deleted_trains_with_the_produ
 ) -> None:
     """They have begun as many groups as they may, and the new trainer can't read these any more."""
     monkeypatch.setattr("consumers.fleet._SETTLED_S", 1.0)
-    run, stop = kafka.run(1000, producer={"heartbeat_s": 0.2, "groups_per_call": 1}), StopSignal()
-    producer = Producer(kafka, run.model_copy(update={"sampling": run.sampling.model_copy(update={"group_size": GROUP})}))
+    sections = {"producer": {"heartbeat_s": 0.2, "groups_per_call": 1}, "sampling": {"group_size": GROUP}}
+    run, stop = kafka.run(1000, **sections), StopSignal()
+    producer = Producer(kafka, run)
 
     def stop_soon() -> None:
         if trainer.step >= 2:
@@ -297,7 +298,7 @@ def test_a_run_that_starts_over_after_records_were_deleted_trains_with_the_produ
         for number in range(2):
             found = [record.offset for record in kafka.records(kafka.names.trajectories) if record.partition == number]
             delete_before(kafka.broker, (kafka.names.trajectories, number), max(found, default=-1) + 1)
-        again = kafka.run(2, checkpoint={"resume": "never"}, producer={"heartbeat_s": 0.2})
+        again = kafka.run(2, checkpoint={"resume": "never"}, **sections)
         with kafka.trainer(again) as trainer:
             trainer.run()
         assert trainer.step == 2

@@ -55,10 +55,15 @@ class Timed(FakeReader):
         super().__init__(log)
         self._clock = clock
         self.seconds = 1.0
+        # Records of each partition that can't be read yet.
+        self.hidden = 0
 
     def read(self, max_records: int, timeout_s: float) -> list[LogRecord]:
         self._clock.now += self.seconds
         return super().read(max_records, 0.0)
+
+    def lag(self) -> dict[Partition, int | None]:
+        return {partition: None if behind is None else behind + self.hidden for partition, behind in super().lag().items()}
 
 
 def member(number: int, index: int) -> Trajectory:
@@ -267,9 +272,18 @@ def test_it_is_idle_only_while_all_is_read_and_nothing_comes() -> None:
     log, clock = FakeLog(), Clock()
     intake, reader = make_intake(buffer_bytes=member(0, 0).nbytes), Timed(log, clock)
     trajectories = by_turns(log, intake, reader, clock)
+    for _ in range(4):
+        trajectories._turn()
+    # The first look shows that nothing is behind.
+    assert trajectories.idle_s == 3.0
+    reader.hidden = 1
     for _ in range(3):
         trajectories._turn()
-    assert trajectories.idle_s == 3.0
+    assert trajectories.idle_s == 0.0, "a record that can't be read yet is behind a transaction that is open"
+    reader.hidden = 0
+    for _ in range(3):
+        trajectories._turn()
+    assert trajectories.idle_s > 0.0
     put(log, member(0, 0))
     put(log, member(0, 1))
     trajectories._turn()
