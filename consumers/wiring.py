@@ -30,6 +30,7 @@ from consumers.requester import Requester
 from consumers.train import Trainer
 from echo import dead_letter
 from echo.agreement import agreement, model_files
+from echo.asking import ask_again
 from echo.config import RunConfig
 from echo.errors import CheckpointError
 from echo.journal import Journal
@@ -110,7 +111,8 @@ def trainer_of(
     with ExitStack() as opened:
         asked = ("requests",) if run.mode == "sequential" else ()
         roles = ("trajectories", "control", "heartbeats", "dead_letter", *asked)
-        topics = TopicWatch(clients.topic_states, names, roles, waiting_s=run.limits.waiting_s).start()
+        patience: Mapping[str, float] = {"patience_s": run.broker.timeout_s, "waiting_s": run.limits.waiting_s}
+        topics = TopicWatch(clients.topic_states, names, roles, **patience).start()
         opened.callback(topics.close)
         server_url, check_children = _weight_server(run, opened)
         # From here on an older trainer of this run is fenced, so what it announced can be read to the end; once it has left
@@ -129,7 +131,8 @@ def trainer_of(
         log_reader = clients.open_reader()
         opened.callback(log_reader.close)
         trajectories = topics.state(names.trajectories)
-        firsts = _first_offsets(log_reader, names.trajectories, trajectories.partitions)
+        asked_first = partial(_first_offsets, log_reader, names.trajectories, trajectories.partitions)
+        firsts = ask_again(asked_first, f"the first offsets of {names.trajectories}", **patience)
         start = beginning(restored.get("ledger", {}), restored.get("topic_id"), trajectories, firsts)
         if loaded is not None and not run.checkpoint.accept_lost:
             refuse_losses(start, str(loaded.path), names.trajectories)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import structlog
 
+from echo.asking import ask_again
 from echo.background import Background
 from echo.errors import BrokerError, FencedError, OtherClusterError, TopicError
 from echo.log import TopicState
@@ -63,7 +64,7 @@ class TopicWatch:
     """See the module. Thread safe.
 
     ask: those of the named topics that exist (`LogAdmin.topics`). roles: which topics to look at, by the field of `names`.
-    waiting_s: how often a topic that the run waits for is named.
+    waiting_s: how often a topic that the run waits for is named. patience_s: how long the broker may take for the first answer.
     Making one looks at the topics as they are now. Raises BrokerError without an answer, TopicError if one is missing.
     """
 
@@ -74,12 +75,15 @@ class TopicWatch:
         roles: Iterable[str],
         *,
         waiting_s: float = 30.0,
+        patience_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask = ask
         self._roles = {getattr(names, role): role for role in roles}
         self._clock = clock
-        self._known = _all_of(ask, self._roles)
+        self._known = ask_again(
+            lambda: _all_of(ask, self._roles), "the run's topics", patience_s=patience_s, waiting_s=waiting_s
+        )
         # Replaced, never changed: other threads read it.
         self._absent_since: Mapping[str, float] = {}
         self._looking = threading.Lock()

@@ -109,6 +109,7 @@ class ProduceLoop:
             collaborators.topics,
             ("trajectories", "control", "heartbeats", *asked),
             waiting_s=limits.waiting_s,
+            patience_s=run.broker.timeout_s,
         )
         self._listener = PolicyListener(
             collaborators.open_reader,

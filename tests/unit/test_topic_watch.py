@@ -151,6 +151,26 @@ def test_a_topic_that_is_missing_at_the_start_is_named(monkeypatch: pytest.Monke
         TopicWatch(FakeAdmin(log).topics, NAMES, ("control", "trajectories"))
 
 
+def test_a_broker_that_is_away_at_the_start_is_asked_again() -> None:
+    """It may just be restarting; an error that can't pass is raised at once, and none is waited for longer than allowed."""
+    log = FakeLog()
+    log.create_topic(NAMES.control)
+    errors = [BrokerError("nobody answers", retriable=True), BrokerError("nobody answers", retriable=True)]
+
+    def ask(names, timeout_s):  # type: ignore[no-untyped-def]
+        if errors:
+            raise errors.pop()
+        return FakeAdmin(log).topics(names, timeout_s)
+
+    assert TopicWatch(ask, NAMES, ("control",)).partitions(NAMES.control) == 1
+    errors.append(BrokerError("no right to describe topics"))
+    with pytest.raises(BrokerError, match="no right"):
+        TopicWatch(ask, NAMES, ("control",))
+    errors.append(BrokerError("nobody answers", retriable=True))
+    with pytest.raises(BrokerError, match="nobody answers"):
+        TopicWatch(ask, NAMES, ("control",), patience_s=0.0)
+
+
 def test_the_thread_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo.topic_watch.LOOK_EVERY_S", 0.01)
     watched = Watched()

@@ -21,6 +21,11 @@ from tests.fakes.wire import Wire
 from tests.unit.test_weights_http import POLICY, TOKEN, UNIQUE_BYTES, assert_is, client, publish, pull, run_config
 
 
+def servers() -> list[psutil.Process]:
+    """The weight servers of this process, which may have other children: brokers of the session."""
+    return [child for child in psutil.Process().children() if "echo.cli.weights" in child.cmdline()]
+
+
 def killed(server: KeptWeightServer) -> None:
     """Kill the process, and wait until another one has its place."""
     pid = server.pid
@@ -36,7 +41,7 @@ def test_a_server_that_is_killed_in_mid_pull_costs_the_trainer_a_restart_of_it(t
     with ExitStack() as opened, capture_logs() as said:
         url, check = _weight_server(run, opened)
         port = httpx.URL(url).port or 0
-        (process,) = psutil.Process().children()
+        (process,) = servers()
         with Wire(port) as wire:
             wire.break_after(UNIQUE_BYTES // 2, "close", then=process.kill)
             puller = client(token=run.weights.token, attempts=50, longest_wait_s=0.5)
@@ -48,7 +53,7 @@ def test_a_server_that_is_killed_in_mid_pull_costs_the_trainer_a_restart_of_it(t
         check()
         (line,) = [entry for entry in said if "started again" in entry["event"]]
         assert (line["status"], line["port"], line["log_level"]) == (-9, port, "error")
-        (other,) = psutil.Process().children()
+        (other,) = servers()
         assert other.pid != process.pid
     assert not other.is_running()
     log = (tmp_path / "weights-server.log").read_text()
@@ -104,7 +109,7 @@ def test_a_stopped_server_stays_stopped(tmp_path: Path) -> None:
         process = psutil.Process(server.pid)
         server.stop()
     assert not process.is_running()
-    assert not psutil.Process().children()
+    assert not servers()
     assert not [entry for entry in said if entry["log_level"] == "error"]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
