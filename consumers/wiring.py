@@ -111,7 +111,7 @@ def trainer_of(
     with ExitStack() as opened:
         asked = ("requests",) if run.mode == "sequential" else ()
         roles = ("trajectories", "control", "heartbeats", "dead_letter", *asked)
-        patience: Mapping[str, float] = {"patience_s": run.broker.timeout_s, "waiting_s": run.limits.waiting_s}
+        patience: dict[str, Any] = {"patience_s": run.broker.timeout_s, "waiting_s": run.limits.waiting_s}
         topics = TopicWatch(clients.topic_states, names, roles, **patience).start()
         opened.callback(topics.close)
         server_url, check_children = _weight_server(run, opened)

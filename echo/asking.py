@@ -1,4 +1,4 @@
-"""A question to the broker that is repeated while a later answer may be better: at a start the broker may just be restarting."""
+"""A question to the broker that is repeated while a later answer may be better: at a start the broker may be restarting."""
 
 from collections.abc import Callable
 from typing import TypeVar
