@@ -194,7 +194,7 @@ def test_who_follows_requests_and_heartbeats_skips_it() -> None:
     )
     surrounded(log, "requests", b"p0.1", control.encode(request))
     requests = RequestListener(
-        lambda: FakeReader(log), "requests", 1, run_id=RUN_ID, incarnation="p0.1", changed=changed
+        lambda: FakeReader(log), "requests", lambda: 1, run_id=RUN_ID, incarnation="p0.1", changed=changed
     ).start()
     try:
         eventually(lambda: requests.held == (request,), "the request")
