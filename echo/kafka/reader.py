@@ -177,13 +177,21 @@ class KafkaLogReader:
                 unreadable = self._scouted.pop()
                 self._passing.resume((unreadable.topic, unreadable.partition), unreadable.end)
                 self._take_unreadable(unreadable, records)
+            positions = self._positions
+            # Nearly all records are next in their partition, and then there is nothing else to look at.
+            plain = not (self._ends or self._passing)
             for message in messages:
                 if message.error() is not None:
                     self._on_error(message, records)
+                    plain = False
+                    continue
+                record = record_of(message)
+                partition, offset = record[:2], record[2]
+                if (plain and positions.get(partition) == offset) or self._fits(record, records):
+                    positions[partition] = offset + 1
+                    records.append(record)
                 else:
-                    record = record_of(message)
-                    if self._fits(record, records):
-                        records.append(record)
+                    plain = False
         if self._passing:
             passed = self._passing.go_on(self._paused)
             with self._lock:
@@ -331,7 +339,6 @@ class KafkaLogReader:
                 self._take_unreadable(self._passing.reported(partition, position, position, problem), records)
                 return False
         self._ends.discard(partition)
-        self._positions[partition] = offset + 1
         return True
 
     def _is_beyond_end(self, partition: Partition, offset: int) -> bool:

@@ -90,7 +90,7 @@ def batch(
     count: int | None = None,
     last_offset_delta: int | None = None,
     base_offset: int = 0,
-    timestamp: int = 1_700_000_000_000,
+    timestamp: int | None = None,
     max_timestamp: int | None = None,
     producer: tuple[int, int, int] = (-1, -1, -1),
     magic: int = 2,
@@ -102,6 +102,8 @@ def batch(
     producer: id, epoch, sequence. codec: the number it names, and packs with where it knows how. Others say what it claims.
     """
     body = pack(b"".join(records), codec) if packed is None else packed
+    # Of now: retention would take older ones away while a test reads.
+    timestamp = int(time.time() * 1000) if timestamp is None else timestamp
     number = len(records) if count is None else count
     after_crc = (
         struct.pack(
