@@ -27,9 +27,12 @@ from confluent_kafka.admin import NewPartitions
 from echo.broker import ApacheBroker
 from tests.chaos.bad_peer import KINDS, BadPeer
 from tests.chaos.swarm import PARTITIONS, VOCABULARY, Swarm
+from tests.poison import fuzz
+from tests.poison.protocol import RawProducer
 from tests.poison.records import poisons
 
 _POISONS = 40
+_BATCHES = 10
 _CONNECTIONS = 300
 _MOST_PARTITIONS = 6
 _BAD_PEERS = 5
@@ -58,7 +61,12 @@ class Faults:
             "frozen_broker": self._freeze_broker,
         }
         if isinstance(swarm.broker, ApacheBroker):
-            self._kinds |= {"partitions": self._add_partition, "open_transaction": self._open_transaction}
+            self._kinds |= {
+                "raw_batches": self._send_raw,
+                "partitions": self._add_partition,
+                "open_transaction": self._open_transaction,
+            }
+            self._pool, self._bombs = fuzz.pool_of(random.Random(draw.random())), fuzz.bombs_of_all_kinds()
         if swarm.small_disk is not None:
             self._kinds["full_disk"] = self._fill_disk
         self._next: list[str] = []
@@ -94,6 +102,14 @@ class Faults:
                 self._swarm.spec.names.trajectories, key=poison.key, value=poison.value, headers=poison.headers
             )
         self._flush(self._producer)
+
+    def _send_raw(self) -> None:
+        """Batches that no client would write, one of them unpacking to many megabytes: the broker may refuse them."""
+        topic = self._swarm.spec.names.trajectories
+        batches = [fuzz.any_batch(self._draw, self._pool, self._bombs) for _ in range(self._draw.randint(1, _BATCHES))]
+        with RawProducer(self._swarm.broker.bootstrap_servers) as raw:
+            for batch in [*batches, self._draw.choice(self._bombs)]:
+                raw.produce(topic, self._draw.randrange(PARTITIONS), batch)
 
     def _connect(self) -> None:
         """Idle, with half a request line, and with a body that never comes, to every port of the run."""

@@ -61,16 +61,16 @@ class Result(NamedTuple):
     seconds: float
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     key: bytes | None
     headers: list[RawHeader]
     value: bytes | None
 
 
-def _pool(rng: random.Random) -> list[_Parts]:
+def pool_of(rng: random.Random) -> list[Parts]:
     made = itertools.chain.from_iterable(poisons(rng, vocabulary=VOCABULARY))
     return [
-        _Parts(one.key, [(name.encode(), value) for name, value in one.headers], one.value)
+        Parts(one.key, [(name.encode(), value) for name, value in one.headers], one.value)
         for one in itertools.islice((one for one in made if len(one.value or b"") < 2**16), _POOL)
     ]
 
@@ -84,7 +84,7 @@ def _flipped(rng: random.Random, raw: bytes, most: int = 4) -> bytes:
     return bytes(out)
 
 
-def _record(rng: random.Random, pool: list[_Parts], delta: int) -> bytes:
+def _record(rng: random.Random, pool: list[Parts], delta: int) -> bytes:
     """One of the pool with some of its bytes changed."""
     key, headers, value = rng.choice(pool)
     part = rng.random()
@@ -129,7 +129,7 @@ def _lie(rng: random.Random, number: int) -> dict[str, Any]:
     )
 
 
-def _batch(rng: random.Random, pool: list[_Parts], bombs: list[bytes]) -> bytes:
+def any_batch(rng: random.Random, pool: list[Parts], bombs: list[bytes]) -> bytes:
     """A batch that may be damaged in one of many ways."""
     how = rng.random()
     if how < 0.002:
@@ -165,7 +165,7 @@ def _batch(rng: random.Random, pool: list[_Parts], bombs: list[bytes]) -> bytes:
     return batch(records, codec=packing)
 
 
-def _bombs() -> list[bytes]:
+def bombs_of_all_kinds() -> list[bytes]:
     """Readable but for the letter's size, and unreadable: of one offset and of many."""
     return [
         bomb(40 * 2**20, GZIP),
@@ -195,12 +195,12 @@ def feed(
 ) -> None:
     """Send until the broker has let in so many records; then say what was sent."""
     rng = random.Random(seed)
-    pool, bombs = _pool(rng), _bombs()
+    pool, bombs = pool_of(rng), bombs_of_all_kinds()
     let_in, refused, batches, groups = Counter[int](), Counter[int](), 0, 0
     with RawProducer(servers) as raw:
         while let_in.total() < records:
             partition = rng.randrange(partitions)
-            made = _batch(rng, pool, bombs)
+            made = any_batch(rng, pool, bombs)
             whole = rng.random() < 0.01
             if whole:
                 made, groups = _good(groups), groups + 1
