@@ -36,7 +36,7 @@ _TOO_LARGE = "MSG_SIZE_TOO_LARGE"
 
 
 class DeadLetters:
-    """For one thread: reports come inside `send`'s and `flush`'s calls. `acknowledged` is told each letter that is safe.
+    """For one thread: reports come inside `send`'s and `flush`'s calls. `acknowledged` gets each letter that is safe.
 
     max_bytes: the largest letter that the topic takes.
     """

@@ -57,7 +57,7 @@ class FleetListener:
         self.topic = topic
         self._send_progress = send_progress
         self._agreement = agreement
-        # Incarnations of which it was said that they don't agree.
+        # Incarnations that were reported as disagreeing.
         self._disagreeing: set[str] = set()
         self._partitions = partitions
         self._topic_id = topic_id

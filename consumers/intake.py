@@ -253,7 +253,7 @@ class Intake:
     # The trainer's side.
 
     def begin_at(self, firsts: Mapping[int, int]) -> None:
-        """Before reading: where each partition begins. Those of which nothing was read yet are read from there on."""
+        """Before reading: where each partition begins. A partition that was never read is read from there."""
         with self._changed:
             self._ledger.begin_at(firsts)
 

@@ -224,7 +224,7 @@ class Ledger:
             self._partitions.setdefault(number, _PartitionLedger(0, ()))
 
     def begin_at(self, firsts: Mapping[int, int]) -> None:
-        """Partitions of which nothing was read begin at these offsets, so that what is deleted from now on is missed."""
+        """Partitions that were never read begin at these offsets, so that a later deletion is noticed."""
         for number, first in firsts.items():
             if not self._partitions[number].begun:
                 self._partitions[number] = _PartitionLedger(first, ())

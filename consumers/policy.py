@@ -128,7 +128,7 @@ class Stored(NamedTuple):
 class PolicyPublisher:
     """Stores and announces policies of one run. `server_url` is where producers reach the weight server.
 
-    agreement: what producers must have alike (`echo.agreement`); each message tells it.
+    agreement: what producers must have alike (`echo.agreement`), part of each message.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Hosts and ports: how they stand in a URL, and which hosts others can reach.
 
-Refuses to open a connection, and to ask a name server.
+Never opens a connection or asks a name server.
 """
 
 import ipaddress

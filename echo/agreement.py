@@ -1,4 +1,4 @@
-"""What a trainer and its producers must agree on, told by each of them, so that a difference is an error and not a bad run.
+"""What a trainer and its producers must agree on, sent by each side, so that a difference is an error and not a bad run.
 
 Announcements, progress and heartbeats carry it as readable parts, key by key of the run file, and the model's files by digests:
 a folder may lie elsewhere on each host, and may have been saved anew by another version of the library. Weights are left out:
