@@ -17,7 +17,7 @@ from echo.weights.clock import Difference, ServerClock
 from echo.weights.peers import PeerNode
 from echo.weights.plan import Held
 from echo.weights.pull import Pull, Pulled, Wanted
-from echo.weights.sources import Reputations
+from echo.weights.reputations import Reputations
 from echo.weights.transport import Abort, Access, Retries, Session, trusting
 from echo.weights.urls import base_of, check_token, check_url, latest_url, manifest_url
 

@@ -69,10 +69,12 @@ class Want:
 
     def room(self) -> memoryview:
         """Memory to fetch it into: where it belongs, if that is one piece."""
-        for fill in self.fills:
-            if len(fill.place) == self.chunk.nbytes:
-                return fill.place
-        return np.empty(self.chunk.nbytes, np.uint8).data
+        place = self.whole()
+        return place if place is not None else np.empty(self.chunk.nbytes, np.uint8).data
+
+    def whole(self) -> memoryview | None:
+        """A place that all of it belongs to."""
+        return next((fill.place for fill in self.fills if len(fill.place) == self.chunk.nbytes), None)
 
     def without_it(self, error: str) -> list["Want"] | None:
         """What is wanted where this chunk can't be had; None where nothing makes up for it."""

@@ -17,25 +17,25 @@ import structlog
 from echo.errors import ChunkError, ManifestError, PullCancelled, WeightsError
 from echo.weights import manifest as manifests
 from echo.weights import plan as plans
+from echo.weights.attempts import Attempt, DamagedChunk, MissingChunk, receive
 from echo.weights.buffers import Buffers
 from echo.weights.clock import ServerClock
 from echo.weights.manifest import Base, HostTensor, Manifest
 from echo.weights.peers import PeerNode, unique_chunks
 from echo.weights.plan import Held, Plan, Want
-from echo.weights.sources import Choice, Job, Queue, Reputations
+from echo.weights.reputations import Reputations
+from echo.weights.sources import Queue
 from echo.weights.transport import Abort, Retries, Session
-from echo.weights.urls import READING_HEADER, chunk_url, manifest_url
+from echo.weights.urls import chunk_url, manifest_url
 
 log = structlog.get_logger("weights.pull")
 
 T = TypeVar("T")
 
-# What is read and hashed at once: large enough for speed, and the most that is fetched again after a reset.
-_PIECE_BYTES = 2**20
 _MANIFEST_BYTES_MAX = 256 * 2**20
-# How often the waiting caller looks whether the pull is cancelled or late.
+# How often the waiting caller looks whether the pull is cancelled or late, and how far each source is.
 _LOOK_S = 0.05
-# A peer that does not answer is given up long before a server would be: there are others.
+# A peer that does not answer is given up long before a server would be, also if nothing else gives anything.
 _PEER_TIMEOUT_S = 5.0
 # Between questions to the tracker: at least this for each peer, so that its load does not grow with the square of them.
 _EXCHANGE_S_PER_PEER = 0.0125
@@ -100,7 +100,7 @@ class Pull:
         self._clock = clock
         self._lock = threading.Lock()
         self._received = self._from_peers = self._peer_failures = 0
-        self._present = 0
+        self._queue: Queue | None = None
         self._total: int | None = None
 
     def run(
@@ -113,24 +113,25 @@ class Pull:
         begun = time.monotonic()
 
         def look() -> None:
+            if self._queue is not None:
+                self._queue.look()
             if progress is not None and self._total is not None:
                 progress(self._present, self._total)
             if cancelled():
                 raise PullCancelled(f"{self._wanted.where}: cancelled after {self._state()}")
             if time.monotonic() - begun > deadline_s:
                 raise WeightsError(
-                    f"{self._wanted.where}: not done within {deadline_s:g} s, {self._state()}: "
+                    f"{self._wanted.where}: not done within {deadline_s:g} s, {self._state()}{self._missing()}: "
                     "is the link too slow for weights.pull_deadline_s?",
                     retriable=True,
                 )
 
-        # Twice as many with peers: half of them fill our link, half of them wait for others. One more asks the tracker.
-        workers = connections if self._node is None else 2 * connections
-        pool = ThreadPoolExecutor(workers + 1, thread_name_prefix="weights-pull")
+        # One more asks the tracker.
+        pool = ThreadPoolExecutor(self._workers(connections) + 1, thread_name_prefix="weights-pull")
         settled = False
         try:
             ((manifest, plan),) = _wait_for([pool.submit(self._prepare)], look)
-            self._fetch_all(pool, workers, manifest, plan, look)
+            self._fetch_all(pool, connections, manifest, plan, look)
             if progress is not None:
                 progress(self._present, self._total or 0)
             if self._node is not None:
@@ -154,6 +155,13 @@ class Pull:
             self._from_peers,
             plan.patched,
         )
+
+    @property
+    def _present(self) -> int:
+        return self._queue.present_bytes if self._queue is not None else 0
+
+    def _missing(self) -> str:
+        return f"; {self._queue.report()}" if self._queue is not None else ""
 
     def _state(self) -> str:
         return f"{self._present:,} of {self._total:,} bytes" if self._total is not None else "no manifest yet"
@@ -228,40 +236,42 @@ class Pull:
     # Chunks
 
     def _fetch_all(
-        self, pool: ThreadPoolExecutor, workers: int, manifest: Manifest, plan: Plan, look: Callable[[], None]
+        self, pool: ThreadPoolExecutor, connections: int, manifest: Manifest, plan: Plan, look: Callable[[], None]
     ) -> None:
         node = self._node
         if node is not None and (self._total or 0) < node.min_bytes:
             node = None
         # Each puller in an order of its own, so that they soon have different chunks to give.
-        queue = Queue(
+        queue = self._queue = Queue(
             plan.wants,
             self._reputations,
-            origin_lanes=workers,
+            origin_lanes=connections if self._node is None else 2 * connections,
+            connections=connections,
+            abort=self._abort,
             shuffle=Random() if node is not None else None,
             me=node.url if node is not None else "",
         )
         order = unique_chunks(manifest) if self._node is not None else []
         shared = frozenset(order)
         if node is not None and plan.wants:
-            # Once before the first choice.
-            _wait_for([pool.submit(self._exchange, node, queue, order, True)], look)
-            pool.submit(self._exchange, node, queue, order, False).add_done_callback(_tell_of_failure)
-        count = min(workers, max(len(plan.wants), 1))
+            pool.submit(self._exchange, node, queue, order).add_done_callback(_log_failure)
+        count = min(self._workers(connections), max(2 * len(plan.wants), 1))
         try:
             _wait_for([pool.submit(self._work, queue, shared) for _ in range(count)], look)
         finally:
             queue.end()
 
-    def _exchange(self, node: PeerNode, queue: Queue, order: Sequence[str], once: bool) -> None:
+    def _workers(self, connections: int) -> int:
+        """With peers, twice as many ask them, some of which wait for others; the rest stays free for the origin."""
+        return connections if self._node is None else 3 * connections
+
+    def _exchange(self, node: PeerNode, queue: Queue, order: Sequence[str]) -> None:
         session = self._open_session()
         wanted = self._wanted
         try:
             while not self._abort.is_set() and not queue.is_over:
                 peers = node.exchange(session, wanted.bases[0], wanted.run_id, wanted.version, order, queue.pending)
                 queue.saw(peers)
-                if once:
-                    return
                 pause_s = max(_EXCHANGE_S_MIN, _EXCHANGE_S_PER_PEER * len(peers), queue.typical_s / 4)
                 self._abort.sleep(min(pause_s, _EXCHANGE_S_MAX))
         finally:
@@ -273,29 +283,39 @@ class Pull:
         except IndexError:
             session = self._open_session()
         try:
-            while not self._abort.is_set() and (choice := queue.take()) is not None:
-                job, begun = choice.job, time.monotonic()
-                try:
-                    if choice.peer is None:
-                        self._fetch_from_origin(session, job)
-                    elif not self._fetch_from_peer(session, choice, choice.peer):
-                        queue.failed(choice)
-                        continue
-                except ChunkError as error:
-                    instead = None if self._abort.is_set() else job.want.without_it(str(error))
-                    if instead is None:
-                        raise
-                    self._want(queue, instead)
-                    queue.finished(choice, time.monotonic() - begun)
-                    continue
-                seconds = time.monotonic() - begun
-                if self._node is not None and job.want.chunk.digest in shared:
-                    self._node.holdings.add(job.want.chunk.digest, job.room)
-                for target in job.want.spread(job.room):
-                    self._want(queue, target.finish())
-                queue.finished(choice, seconds)
+            while not self._abort.is_set() and (attempt := queue.take()) is not None:
+                verified = self._fetch(session, queue, attempt)
+                if verified is not None:
+                    self._spread(queue, verified, shared)
         finally:
             session.close()
+
+    def _fetch(self, session: Session, queue: Queue, attempt: Attempt) -> Attempt | None:
+        """Returns the attempt whose chunk this worker is to spread, if there is one now."""
+        try:
+            if attempt.peer is None:
+                self._fetch_from_origin(session, attempt)
+            elif not self._fetch_from_peer(session, attempt, attempt.peer):
+                return queue.left(attempt, failed=True)
+        except ChunkError as error:
+            if attempt.stop.is_set() or not queue.give_up(attempt):
+                return queue.left(attempt)
+            instead = attempt.job.want.without_it(str(error))
+            if instead is None:
+                raise
+            self._want(queue, instead)
+            queue.done(attempt.job)
+            return None
+        return queue.finished(attempt)
+
+    def _spread(self, queue: Queue, verified: Attempt, shared: frozenset[str]) -> None:
+        want = verified.job.want
+        complete = want.spread(verified.room)
+        if self._node is not None and want.chunk.digest in shared:
+            self._node.holdings.add(want.chunk.digest, verified.room if (place := want.whole()) is None else place)
+        for target in complete:
+            self._want(queue, target.finish())
+        queue.done(verified.job)
 
     def _want(self, queue: Queue, wants: Sequence[Want]) -> None:
         if wants:
@@ -303,89 +323,51 @@ class Pull:
                 self._total = (self._total or 0) + sum(want.chunk.nbytes for want in wants)
             queue.add(wants)
 
-    def _fetch_from_origin(self, session: Session, job: Job) -> None:
-        urls = [chunk_url(base, job.want.chunk.digest) for base in self._wanted.bases]
-        self._retries.run(urls, lambda url: self._fetch_rest(session, url, job))
+    def _fetch_from_origin(self, session: Session, attempt: Attempt) -> None:
+        urls = [chunk_url(base, attempt.digest) for base in self._wanted.bases]
+        self._retries.run(urls, lambda url: self._receive(session, url, attempt), attempt.stop)
 
-    def _fetch_from_peer(self, session: Session, choice: Choice, peer: str) -> bool:
-        """One try. A failure costs what was received, so that bytes of two sources never mix, and the peer its reputation."""
-        job, nbytes = choice.job, choice.job.want.chunk.nbytes
+    def _fetch_from_peer(self, session: Session, attempt: Attempt, peer: str) -> bool:
+        """One try. A failure costs what was received, so that bytes of two sources never mix, and the peer its reputation.
+
+        Raises ChunkError if another source was first, or the pull ended.
+        """
         begun = time.monotonic()
-        until = begun + self._reputations.patience_s(nbytes)
         try:
-            self._fetch_rest(session, chunk_url(peer, job.want.chunk.digest), job, until=until)
+            self._receive(session, chunk_url(peer, attempt.digest), attempt, timeout_s=_PEER_TIMEOUT_S)
         except ChunkError as error:
-            self._give_back(job)
-            if self._abort.is_set():
-                return False
+            if attempt.stop.is_set() and not attempt.is_too_slow:
+                raise
             with self._lock:
                 self._peer_failures += 1
-            if isinstance(error, MissingChunk):
+            if attempt.is_too_slow:
+                # The queue has seen to its reputation.
+                came = f"{attempt.got:,} of {attempt.nbytes:,} bytes came in {time.monotonic() - begun:.1f} s"
+                log.warning("a peer is far slower than others and is avoided for a while", peer=peer, error=came)
+            elif isinstance(error, MissingChunk):
                 self._reputations.lacked(peer)
                 log.info("a peer let go of a chunk, another source is tried", peer=peer, error=str(error))
             else:
                 self._reputations.failed(peer, lied=isinstance(error, DamagedChunk))
                 log.warning("a peer failed, another source is tried", peer=peer, error=str(error))
             return False
-        self._reputations.succeeded(peer, nbytes, time.monotonic() - begun)
+        self._reputations.succeeded(peer, attempt.nbytes, time.monotonic() - begun)
         with self._lock:
-            self._from_peers += nbytes
+            self._from_peers += attempt.nbytes
         return True
 
-    def _fetch_rest(self, session: Session, url: str, job: Job, *, until: float | None = None) -> None:
-        """until: when a peer has had its time."""
-        chunk = job.want.chunk
-        headers = {READING_HEADER: f"{self._wanted.run_id}/{self._wanted.version}"}
-        if job.got:
-            # No If-Range: what a digest names does not change, and a server in front may have tags of its own.
-            headers["Range"] = f"bytes={job.got}-"
-        timeout_s = _PEER_TIMEOUT_S if until is not None else None
-        with session.ask(url, ChunkError, headers=headers, allowed=(200, 206, 404, 416), timeout_s=timeout_s) as response:
-            if response.status == 404:
-                raise MissingChunk(f"{url}: {response.status} {response.reason}: the server does not have it (any more)")
-            resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {job.got}-")
-            if not resumed:
-                self._give_back(job)
-            left = chunk.nbytes - job.got
-            if response.status != 200 and not resumed:
-                raise ChunkError(f"{url}: {response.status} {response.reason} does not go on where it ended", retriable=True)
-            if response.length is not None and response.length != left:
-                self._give_back(job)
-                raise ChunkError(f"{url}: offers {response.length:,} bytes where {left:,} are missing", retriable=True)
-            while job.got < chunk.nbytes:
-                count = response.readinto(job.room[job.got : job.got + _PIECE_BYTES])
-                if not count:
-                    raise ChunkError(f"{url}: the connection ended after {job.got:,} of {chunk.nbytes:,} bytes", retriable=True)
-                job.hasher.update(job.room[job.got : job.got + count])
-                job.got += count
-                self._count(present=count, received=count)
-                if until is not None and time.monotonic() > until:
-                    raise ChunkError(f"{url}: too slow, {job.got:,} of {chunk.nbytes:,} bytes came", retriable=True)
-        if (found := job.hasher.hexdigest()) != chunk.digest:
-            self._give_back(job)
-            raise DamagedChunk(f"{url}: its bytes have digest {found}: the chunk is damaged there", retriable=True)
+    def _receive(self, session: Session, url: str, attempt: Attempt, timeout_s: float | None = None) -> None:
+        reading = f"{self._wanted.run_id}/{self._wanted.version}"
+        receive(session, url, attempt, reading=reading, timeout_s=timeout_s, count=self._count)
 
-    def _give_back(self, job: Job) -> None:
-        self._count(present=-job.got)
-        job.restart()
-
-    def _count(self, *, present: int, received: int = 0) -> None:
+    def _count(self, received: int) -> None:
         with self._lock:
-            self._present += present
             self._received += received
 
 
-def _tell_of_failure(future: Future[None]) -> None:
+def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         log.error("nobody asks for peers any more", error=repr(error))
-
-
-class MissingChunk(ChunkError):
-    """The source does not have it, or not any more."""
-
-
-class DamagedChunk(ChunkError):
-    """All of it came, and it was not what its digest names."""
 
 
 def _wait_for(futures: list[Future[T]], look: Callable[[], None]) -> list[T]:

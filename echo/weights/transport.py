@@ -10,7 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -30,18 +30,24 @@ _RETRIABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Abort:
-    """Ends every wait of a pull at once, from another thread: sleepers wake, blocked sockets are shut down."""
+    """Ends every wait of a pull, or of one of its requests, at once, from another thread: sleepers wake, blocked sockets are
+    shut down, also those that are still connecting.
 
-    def __init__(self) -> None:
+    parent: what ends it, ends this as well, until `forget` is called there.
+    """
+
+    def __init__(self, parent: "Abort | None" = None) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._watched: set[socket.socket | Abort] = set()
+        if parent is not None:
+            parent.watch(self)
 
     def set(self) -> None:
         self._event.set()
         with self._lock:
-            for one in self._sockets:
-                _shut_down(one)
+            for watched in self._watched:
+                _end(watched)
 
     def is_set(self) -> bool:
         return self._event.is_set()
@@ -49,18 +55,22 @@ class Abort:
     def sleep(self, seconds: float) -> None:
         self._event.wait(seconds)
 
-    def watch(self, one: socket.socket) -> None:
+    def watch(self, watched: "socket.socket | Abort") -> None:
         with self._lock:
-            self._sockets.add(one)
+            self._watched.add(watched)
             if self._event.is_set():
-                _shut_down(one)
+                _end(watched)
 
-    def forget(self, one: socket.socket) -> None:
+    def forget(self, watched: "socket.socket | Abort") -> None:
+        """Once this has returned, the socket is left alone."""
         with self._lock:
-            self._sockets.discard(one)
+            self._watched.discard(watched)
 
 
-def _shut_down(one: socket.socket) -> None:
+def _end(one: "socket.socket | Abort") -> None:
+    if isinstance(one, Abort):
+        one.set()
+        return
     try:
         # Not the method: that of a TLS socket takes away the session under the reader's hands.
         socket.socket.shutdown(one, socket.SHUT_RDWR)
@@ -95,8 +105,6 @@ class Session:
         self._access = access
         self._abort = abort
         self._connections: dict[str, http.client.HTTPConnection] = {}
-        # Beside the connection, which forgets its socket when the server closes after the answer.
-        self._sockets: dict[str, socket.socket] = {}
 
     @property
     def is_aborted(self) -> bool:
@@ -114,11 +122,13 @@ class Session:
         body: bytes | None = None,
         timeout_s: float | None = None,
         clock: ServerClock | None = None,
+        abort: Abort | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """GET `url`, or POST a JSON `body` to it; the answer is read within the context. Read whole, the connection is kept.
 
         timeout_s: for connecting and for each read, where the usual ones are too long; the first of a connection holds.
         clock: learns from the answer.
+        abort: ends this request, in any of its phases; the session's own if none is given.
 
         Raises `error`, naming the URL, for another status than `allowed`, and for what goes wrong within the context.
         """
@@ -129,49 +139,61 @@ class Session:
             sent["Authorization"] = f"Bearer {self._access.token.get_secret_value()}"
         if body is not None:
             sent["Content-Type"] = "application/json"
+        abort = abort or self._abort
         keep = False
         response: http.client.HTTPResponse | None = None
-        try:
-            connection = self._connections.get(server) or self._connect(server, parts, timeout_s)
-            asked = time.time()
-            connection.request("GET" if body is None else "POST", parts.path, body, sent)
-            response = connection.getresponse()
-            if clock is not None:
-                clock.saw(asked, response.getheader(TIME_HEADER), time.time())
-            if response.status not in allowed:
-                raise self._refusal(url, response, error)
-            yield response
-            keep = response.length == 0 and not response.will_close
-        except (OSError, http.client.HTTPException) as problem:
-            raise error(f"{url}: {type(problem).__name__}: {problem}".rstrip(": "), retriable=True) from problem
-        finally:
-            if response is not None:
-                response.close()
-            if not keep:
-                self._drop(server)
+        with ExitStack() as watched:
+            try:
+                connection = self._connections.get(server)
+                if connection is None:
+                    connection = self._connect(server, parts, timeout_s, abort, watched)
+                else:
+                    _watch(connection.sock, abort, watched)
+                asked = time.time()
+                connection.request("GET" if body is None else "POST", parts.path, body, sent)
+                response = connection.getresponse()
+                if clock is not None:
+                    clock.saw(asked, response.getheader(TIME_HEADER), time.time())
+                if response.status not in allowed:
+                    raise self._refusal(url, response, error)
+                yield response
+                keep = response.length == 0 and not response.will_close
+            except (OSError, http.client.HTTPException) as problem:
+                raise error(f"{url}: {type(problem).__name__}: {problem}".rstrip(": "), retriable=True) from problem
+            finally:
+                if response is not None:
+                    response.close()
+                # Only a socket that can't be shut down any more is good for the next request.
+                watched.close()
+                if not keep or abort.is_set():
+                    self._drop(server)
 
     def close(self) -> None:
         for server in list(self._connections):
             self._drop(server)
 
-    def _connect(self, server: str, parts: SplitResult, timeout_s: float | None) -> http.client.HTTPConnection:
+    def _connect(
+        self, server: str, parts: SplitResult, timeout_s: float | None, abort: Abort, watched: ExitStack
+    ) -> http.client.HTTPConnection:
         host, connect_s = parts.hostname or "", timeout_s or self._access.connect_timeout_s
         connection: http.client.HTTPConnection
+        context: ssl.SSLContext | None = None
         if parts.scheme == "https":
             context = self._access.tls or trusting(None)
-            connection = http.client.HTTPSConnection(host, parts.port, timeout=connect_s, context=context)
+            connection = http.client.HTTPSConnection(host, parts.port, context=context)
         else:
-            connection = http.client.HTTPConnection(host, parts.port, timeout=connect_s)
+            connection = http.client.HTTPConnection(host, parts.port)
         self._connections[server] = connection
-        connection.connect()
+        connection.sock = _open_socket(host, connection.port, connect_s, abort, watched)
+        if context is not None:
+            # The handshake comes after the wrapped socket is watched, so that it can be given up as well.
+            connection.sock = context.wrap_socket(connection.sock, server_hostname=host, do_handshake_on_connect=False)
+            _watch(connection.sock, abort, watched)
+            connection.sock.do_handshake()
         connection.sock.settimeout(timeout_s or self._access.read_timeout_s)
-        self._sockets[server] = connection.sock
-        self._abort.watch(connection.sock)
         return connection
 
     def _drop(self, server: str) -> None:
-        if (one := self._sockets.pop(server, None)) is not None:
-            self._abort.forget(one)
         if (connection := self._connections.pop(server, None)) is not None:
             connection.close()
 
@@ -187,6 +209,30 @@ class Session:
         return error(f"{url}: {status}", retriable=response.status in _RETRIABLE_STATUS)
 
 
+def _open_socket(host: str, port: int, timeout_s: float, abort: Abort, watched: ExitStack) -> socket.socket:
+    """A connected one, watched from before it connects. Tries all addresses of the host, within `timeout_s` together."""
+    until = time.monotonic() + timeout_s
+    problem: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.settimeout(max(until - time.monotonic(), 0.001))
+            _watch(made, abort, watched)
+            made.connect(address)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            made.close()
+            problem = error
+        else:
+            return made
+    raise problem
+
+
+def _watch(one: socket.socket, abort: Abort, watched: ExitStack) -> None:
+    abort.watch(one)
+    watched.callback(abort.forget, one)
+
+
 class Retries:
     """Bounded attempts with exponential waits and jitter, over the sources of one thing. Counts over all threads."""
 
@@ -198,15 +244,18 @@ class Retries:
         self._lock = threading.Lock()
         self.count = 0
 
-    def run(self, urls: Sequence[str], fetch: Callable[[str], T]) -> T:
+    def run(self, urls: Sequence[str], fetch: Callable[[str], T], abort: Abort | None = None) -> T:
         """Try the URLs in turn, `attempts` times in all, and each at least once where an error is not retriable.
+
+        abort: ends the attempts and the waits between them; that of all of them if none is given.
 
         Raises the last WeightsError.
         """
+        abort = abort or self._abort
 
         def again(state: tenacity.RetryCallState) -> bool:
             problem = state.outcome.exception() if state.outcome is not None else None
-            if not isinstance(problem, WeightsError) or self._abort.is_set():
+            if not isinstance(problem, WeightsError) or abort.is_set():
                 return False
             return problem.retriable or state.attempt_number < len(urls)
 
@@ -216,7 +265,7 @@ class Retries:
             wait=tenacity.wait_exponential(multiplier=self._first_s, max=self._longest_s)
             + tenacity.wait_random(0, self._first_s),
             # tenacity and not stamina, because this sleep ends when the pull is given up.
-            sleep=self._abort.sleep,
+            sleep=abort.sleep,
             before_sleep=self._note,
             reraise=True,
         )

@@ -50,6 +50,7 @@ class Origin:
     def __init__(self, store: WeightStore, **options: Any) -> None:
         self.store = store
         self.metrics = WeightsMetrics(CollectorRegistry())
+        self.claimed: list[str] = []
         self.server = WeightServer(
             create_app(store, token=TOKEN, metrics=self.metrics, **options), host="127.0.0.1", port=0
         ).start()
@@ -75,10 +76,22 @@ class Origin:
 
         return manifests.decode(self.store.read_manifest("run", version)[0], where="test")
 
-    def claim(self, url: str, *, have: int = CHUNKS) -> None:
-        """Say in the name of `url` that it holds chunks of version 0."""
+    def claim(self, url: str, *, have: int = CHUNKS, pending: bool = False) -> None:
+        """Announce in the name of `url` that it holds chunks of version 0; pending: that the rest is on its way to it."""
         order = unique_chunks(self.published.manifest)
         body = {"url": url, "have": encode_bitmap(order, order[:have])}
+        if pending:
+            body["pending"] = encode_bitmap(order, order[have:])
+        self._post(body)
+        self.claimed.append(url)
+
+    def forget_peers(self) -> None:
+        """Those that were claimed."""
+        for url in self.claimed:
+            self._post({"url": url, "leaving": True})
+        self.claimed.clear()
+
+    def _post(self, body: dict[str, Any]) -> None:
         assert httpx.post(f"{self.url}/v1/runs/run/peers/0", json=body, headers=HEADERS).status_code == 200
 
 
