@@ -126,8 +126,7 @@ def pull(puller: WeightClient, origin: Origin, published: Published | None = Non
         run_id="run",
         version=published.manifest.version,
         manifest_digest=published.digest,
-        deadline_s=60,
-        **options,
+        **{"deadline_s": 60, **options},
     )
 
 

@@ -4,18 +4,24 @@ from random import Random
 
 import pytest
 
+from echo.weights.attempts import Attempt
 from echo.weights.manifest import Chunk
 from echo.weights.plan import Fill, Target, Want
-from echo.weights.sources import Choice, PeerView, Queue, Reputations
+from echo.weights.reputations import Patience, Reputations
+from echo.weights.sources import PeerView, Queue
 
 NAMES = "abcdefgh"
 
 
 class Clock:
-    def __init__(self) -> None:
+    """tick: how far each look at it moves it, so that a queue that waits gets on."""
+
+    def __init__(self, tick: float = 0.0) -> None:
         self.now = 0.0
+        self.tick = tick
 
     def __call__(self) -> float:
+        self.now += self.tick
         return self.now
 
 
@@ -41,16 +47,22 @@ def queue(
 
 
 def take(source: Queue) -> tuple[str, str | None]:
-    choice = source.take()
-    assert choice is not None
-    return choice.job.want.chunk.digest, choice.peer
+    attempt = source.take()
+    assert attempt is not None
+    return attempt.digest, attempt.peer
 
 
-def take_all(source: Queue) -> list[Choice]:
+def finish(source: Queue, attempt: Attempt) -> None:
+    attempt.got = attempt.nbytes
+    assert source.finished(attempt) is attempt
+    source.done(attempt.job)
+
+
+def take_all(source: Queue) -> list[Attempt]:
     found = []
-    while (choice := source.take()) is not None:
-        found.append(choice)
-        source.finished(choice, 0.1)
+    while (attempt := source.take()) is not None:
+        found.append(attempt)
+        finish(source, attempt)
     return found
 
 
@@ -68,6 +80,7 @@ def test_each_puller_has_an_order_of_its_own() -> None:
     orders = []
     for seed in range(2):
         source = Queue(wants(), Reputations(), origin_lanes=4, shuffle=Random(seed), clock=Clock())
+        source.saw({})
         orders.append([choice.job.want.chunk.digest for choice in take_all(source)])
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(NAMES)
@@ -76,6 +89,8 @@ def test_each_puller_has_an_order_of_its_own() -> None:
 def test_one_connection_fetches_what_nobody_has_and_the_others_what_peers_have() -> None:
     """The rarest first."""
     source = queue()
+    for peer in ("p2", "p3"):
+        source._reputations.succeeded(peer, 10, 1.0)
     source.saw({"p1": view("ab"), "p2": view("b"), "p3": view("b"), "p4": view()})
     fresh, where = take(source)
     assert where is None
@@ -112,14 +127,14 @@ def test_pullers_divide_what_nobody_has_among_them() -> None:
 
 
 def test_what_is_on_its_way_to_others_is_not_asked_of_the_origin() -> None:
-    """Unless nothing moves for long: who said so may be gone."""
-    clock = Clock()
+    """Unless it takes long: what was announced need not be true."""
+    clock = Clock(tick=0.01)
     source = queue("ab", clock=clock)
-    source.saw({"p1": view(pending="a"), "p2": view(pending="b")})
     source.saw({"p1": view(have="a"), "p2": view(pending="b")})
     assert take(source) == ("a", "p1")
-    clock.now += 100
+    begun = clock.now
     assert take(source) == ("b", None)
+    assert clock.now - begun > 0.4
 
 
 def test_a_chunk_that_arrives_at_a_peer_is_fetched_there() -> None:
@@ -133,12 +148,12 @@ def test_a_chunk_that_arrives_at_a_peer_is_fetched_there() -> None:
 
 def test_a_peer_gets_two_requests_at_once_and_no_more() -> None:
     """Its link is shared by all who ask it."""
-    clock = Clock()
+    clock = Clock(tick=0.01)
     source = queue("abc", clock=clock)
+    source._reputations.succeeded("p1", 10, 1.0)
     source.saw({"p1": view("abc")})
     assert [peer for _, peer in (take(source), take(source))] == ["p1", "p1"]
-    clock.now += 100
-    # The third is not begun with the peer; after a long standstill the origin helps.
+    # The third is not begun with the peer; as nothing comes of the others, the origin helps.
     assert take(source)[1] is None
 
 
@@ -161,7 +176,7 @@ def test_the_faster_peer_is_preferred_and_a_new_one_tried() -> None:
     reputations = Reputations(clock=Clock())
     reputations.succeeded("slow", 100, 1.0)
     reputations.succeeded("fast", 1000, 1.0)
-    source = queue("abc", reputations=reputations)
+    source = queue("abc", reputations=reputations, clock=Clock(tick=0.001))
     source.saw({"slow": view("abc"), "fast": view("abc")})
     assert [take(source)[1] for _ in range(2)] == ["fast", "fast"]
     assert take(source)[1] == "slow"
@@ -174,12 +189,12 @@ def test_a_failed_chunk_is_tried_elsewhere() -> None:
     source.saw({"p1": view("a"), "p2": view("a")})
     choice = source.take()
     assert choice is not None
-    source.failed(choice)
+    source.left(choice, failed=True)
     again = source.take()
     assert again is not None
     assert again.job is choice.job
     assert {choice.peer, again.peer} == {"p1", "p2"}
-    source.finished(again, 0.1)
+    finish(source, again)
     assert source.take() is None
 
 
@@ -225,13 +240,94 @@ def test_a_liar_is_not_chosen() -> None:
     assert take(source) == ("a", None)
 
 
-def test_patience_grows_with_the_bytes() -> None:
-    """A few seconds at least, else several times what the fastest would need."""
+def test_a_peer_is_slow_by_what_others_gave() -> None:
+    """If all are slow, none is; nor is the first that was ever asked."""
     reputations = Reputations(clock=Clock())
-    assert reputations.patience_s(10**9) == 5.0
-    reputations.succeeded("p", 100, 1.0)
-    assert reputations.patience_s(100) == 8.0
-    assert reputations.patience_s(1) == 5.0
+    assert not reputations.is_slow("p", 0, 4.0)
+    for other in "abc":
+        reputations.succeeded(other, 100, 10.0)
+    assert not reputations.is_slow("p", 4, 4.0)
+    assert reputations.is_slow("p", 3, 4.0)
+    for other in "abc":
+        for _ in range(50):
+            reputations.succeeded(other, 1000, 1.0)
+    assert reputations.is_slow("p", 100, 4.0)
+    assert not reputations.is_slow("p", 0, 0.9), "each may take a while to begin"
+
+
+def test_a_slow_peer_rests_longer_each_time() -> None:
+    """Long enough to cost the next version nothing, and a success begins anew."""
+    clock = Clock()
+    reputations = Reputations(clock=clock)
+    spans = []
+    for _ in range(8):
+        reputations.failed("p", slow=True)
+        begun = clock.now
+        while not reputations.is_usable("p"):
+            clock.now += 5
+        spans.append(clock.now - begun)
+    assert spans == [15, 30, 60, 120, 240, 480, 600, 600]
+
+
+def test_a_chunk_at_a_source_that_is_silent_is_taken_over_and_the_first_copy_wins() -> None:
+    """By the origin if no other peer has it; the other request ends, and its peer rests."""
+    clock = Clock(tick=0.01)
+    reputations = Reputations(clock=clock)
+    source = queue("ab", reputations=reputations, clock=clock)
+    source.saw({"p1": view("a")})
+    first, fresh = source.take(), source.take()
+    assert first is not None
+    assert fresh is not None
+    assert {first.peer, fresh.peer} == {"p1", None}
+    silent, other = (first, fresh) if first.peer else (fresh, first)
+    clock.now += 0.1
+    finish(source, other)
+    again = source.take()
+    assert again is not None
+    assert again.job is silent.job
+    assert (again.peer, again.is_in_place, silent.is_in_place) == (None, False, True)
+    again.got = 10
+    assert source.finished(again) is None, "the other worker may still write where the chunk belongs"
+    assert silent.stop.is_set()
+    assert not reputations.is_usable("p1")
+    assert source.left(silent) is again
+    source.done(again.job)
+    assert source.take() is None
+    assert source.present_bytes == 20
+
+
+def test_strangers_get_one_request_each_and_few_at_once() -> None:
+    """The rest of the workers stays free for sources that are known."""
+    clock = Clock(tick=0.001)
+    source = Queue(wants(), Reputations(), origin_lanes=8, connections=4, shuffle=Random(1), clock=clock)
+    source.saw({f"p{index}": view(NAMES) for index in range(8)})
+    chosen = [take(source)[1] for _ in range(5)]
+    assert len(set(chosen[:4]) - {None}) == 4
+    assert chosen[4] is None
+
+
+def test_the_origin_is_spared_while_peers_give_half_of_what_it_would() -> None:
+    """And not for longer than a bound once they do not, nor on account of bytes that turn out to be wrong."""
+    reputations = Reputations(clock=Clock())
+    patience = Patience(reputations, lanes=4)
+
+    def tick(from_peers: float, *, times: int = 1, lanes: int = 0) -> None:
+        for _ in range(times):
+            patience.tick(
+                0.05, spared=True, from_peers=from_peers, from_origin=50.0 * lanes, lanes=lanes, left=10**6, chunk=100
+            )
+
+    tick(0, times=4, lanes=1)
+    # One request gives 1,000 bytes per second, four would give 4,000: a chunk of 100 takes 0.1 s.
+    assert patience.origin_bytes_per_s == pytest.approx(4000)
+    tick(110, times=100)
+    assert not patience.is_over
+    tick(0, times=12)
+    assert patience.is_over
+    tick(200, times=20)
+    assert not patience.is_over
+    tick(-2000)
+    assert patience.is_over
 
 
 def test_a_chunk_that_is_wanted_twice_is_fetched_once() -> None:
@@ -243,12 +339,12 @@ def test_a_chunk_that_is_wanted_twice_is_fetched_once() -> None:
     source = Queue([first, second], Reputations(), origin_lanes=1, clock=Clock())
     choice = source.take()
     assert choice is not None
-    source.failed(choice)
+    source.left(choice, failed=True)
     source.add([third])
     again = source.take()
     assert again is not None
     assert len(again.job.want.fills) == 3
-    source.finished(again, 0.1)
+    finish(source, again)
     assert source.take() is None
 
 
@@ -261,5 +357,6 @@ def test_an_end_wakes_who_waits(ended: bool) -> None:
         assert source.take() is None
         assert source.is_over
     else:
+        source.saw({})
         assert source.take() is not None
         assert not source.is_over
