@@ -5,6 +5,7 @@ a source that crawls is seen while it does.
 """
 
 import http.client
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,19 +18,24 @@ from echo.weights.urls import READING_HEADER
 
 # What is read and hashed at once: large enough for speed.
 _PIECE_BYTES = 2**20
-# The same if the length is not known beforehand: such a read returns only once all of it has come.
+# Less than this is taken as it comes: a read for more returns only once all of it is there.
 _SMALL_PIECE_BYTES = 2**14
+_READ_S = 0.05
 
 
 class Job:
-    """A wanted chunk, and the requests for it that run now."""
+    """A wanted chunk, and the requests for it that run now.
+
+    is_over: a verified copy came, or it is not wanted any more. copy: the former, until it is spread; not longer, since a circle
+    of references would keep its memory.
+    """
 
     def __init__(self, want: Want) -> None:
         self.want = want
         self.tried: set[str] = set()
         self.attempts: list[Attempt] = []
-        self.winner: Attempt | None = None
-        self.is_spread = False
+        self.is_over = False
+        self.copy: Attempt | None = None
 
 
 class Attempt:
@@ -109,8 +115,11 @@ def receive(
         if response.length is not None and response.length != left:
             attempt.restart()
             raise ChunkError(f"{url}: offers {response.length:,} bytes where {left:,} are missing", retriable=True)
+        begun, before = time.monotonic(), attempt.got
         while attempt.got < chunk.nbytes:
-            received = _read(response, attempt.room[attempt.got : attempt.got + _PIECE_BYTES])
+            # What came in `_READ_S` so far: a fast source is read in large pieces, a slow one as its bytes arrive.
+            at_once = int(_READ_S * (attempt.got - before) / max(time.monotonic() - begun, 1e-6))
+            received = _read(response, attempt.room[attempt.got : attempt.got + _PIECE_BYTES], at_once)
             if not received:
                 raise ChunkError(f"{url}: the connection ended after {attempt.got:,} of {chunk.nbytes:,} bytes", retriable=True)
             attempt.add(received)
@@ -120,10 +129,13 @@ def receive(
         raise DamagedChunk(f"{url}: its bytes have digest {digest}: the chunk is damaged there", retriable=True)
 
 
-def _read(response: http.client.HTTPResponse, room: memoryview) -> int:
-    """As many bytes as have arrived, one at least; 0 at the end. `readinto` would return only once all of `room` is full."""
+def _read(response: http.client.HTTPResponse, room: memoryview, at_once: int) -> int:
+    """Fill `room` as far as `at_once` bytes; if these are few, with what has arrived, one byte at least. 0 at the end."""
     if response.length is None:
-        return response.readinto(room[:_SMALL_PIECE_BYTES])
+        return response.readinto(room[: max(at_once, _SMALL_PIECE_BYTES)])
+    if at_once >= _SMALL_PIECE_BYTES:
+        return response.readinto(room[:at_once])
+    # `readinto` would return only once all of `room` is full.
     count: int = response.fp.readinto1(room[: response.length])
     response.length -= count
     return count

@@ -135,7 +135,7 @@ class Queue:
         with self._changed:
             running: dict[int, int] = {}
             for attempt in self._attempts:
-                if attempt.job.winner is None:
+                if not attempt.job.is_over:
                     running[id(attempt.job)] = max(running.get(id(attempt.job), 0), attempt.got)
             return self._finished_bytes + sum(running.values())
 
@@ -181,8 +181,8 @@ class Queue:
         with self._changed:
             self._tick()
             job = attempt.job
-            if job.winner is None:
-                job.winner = attempt
+            if not job.is_over:
+                job.is_over, job.copy = True, attempt
                 seconds = self._clock() - attempt.begun
                 self._typical_s = seconds if not self._typical_s else 0.7 * self._typical_s + 0.3 * seconds
                 for other in job.attempts:
@@ -211,10 +211,9 @@ class Queue:
     def give_up(self, attempt: Attempt) -> bool:
         """The chunk can't be had there. False if another source is at work on it; else it is wanted no more, until `done`."""
         with self._changed:
-            if attempt.job.winner is not None or len(attempt.job.attempts) > 1:
+            if attempt.job.is_over or len(attempt.job.attempts) > 1:
                 return False
-            attempt.job.winner = attempt
-            attempt.job.is_spread = True
+            attempt.job.is_over = True
             self._leave(attempt)
             return True
 
@@ -224,7 +223,7 @@ class Queue:
             now = self._clock()
             by_source: dict[str | None, list[Attempt]] = {}
             for attempt in self._attempts:
-                if attempt.job.winner is None:
+                if not attempt.job.is_over:
                     by_source.setdefault(attempt.peer, []).append(attempt)
             lines = [
                 (
@@ -265,16 +264,17 @@ class Queue:
         if not running[key]:
             del running[key]
         self._news()
-        if job.winner is None:
+        if not job.is_over:
             if not job.attempts:
                 self._unfinished -= 1
                 self._put(job)
             return None
-        if job.is_spread or (not job.winner.is_in_place and any(other.is_in_place for other in job.attempts)):
+        copy = job.copy
+        if copy is None or (not copy.is_in_place and any(other.is_in_place for other in job.attempts)):
             # The other one still writes where the chunk belongs: its worker spreads this copy as soon as it has ended.
             return None
-        job.is_spread = True
-        return job.winner
+        job.copy = None
+        return copy
 
     def _lose(self, attempt: Attempt) -> None:
         """Another source was first. A peer that gave far less than others by then is left alone for a while."""
@@ -400,7 +400,7 @@ class Queue:
         lane = self._reputations.lane.bytes_per_s
         latest: tuple[float, Job, str | None] | None = None
         for job in {id(attempt.job): attempt.job for attempt in self._attempts}.values():
-            if job.winner is not None:
+            if job.is_over:
                 continue
             digest, nbytes = job.want.chunk.digest, job.want.chunk.nbytes
             sources = {attempt.peer for attempt in job.attempts}

@@ -94,7 +94,8 @@ def test_a_good_peer_among_bad_ones_is_found_and_spares_the_origin(tmp_path: Pat
 def test_an_origin_that_crawls_costs_little_if_a_peer_is_fast(tmp_path: Path) -> None:
     """What it has begun to send is taken over as well."""
     store = WeightStore(tmp_path / "store")
-    fast, slow = Origin(store), Origin(store, max_egress_bytes_per_s=NBYTES / 30)
+    fast = Origin(store)
+    slow = Origin(store, published=fast.published, max_egress_bytes_per_s=NBYTES / 30)
     try:
         with peer() as good, peer() as puller:
             pull(good, fast)

@@ -47,7 +47,8 @@ NBYTES = CHUNKS * CHUNK
 class Origin:
     """A server over a store with one version."""
 
-    def __init__(self, store: WeightStore, **options: Any) -> None:
+    def __init__(self, store: WeightStore, *, published: Published | None = None, **options: Any) -> None:
+        """published: that version is in the store already."""
         self.store = store
         self.metrics = WeightsMetrics(CollectorRegistry())
         self.claimed: list[str] = []
@@ -55,7 +56,7 @@ class Origin:
             create_app(store, token=TOKEN, metrics=self.metrics, **options), host="127.0.0.1", port=0
         ).start()
         self.url = self.server.url
-        self.published = self.publish(0)
+        self.published = published or self.publish(0)
 
     def publish(self, version: int) -> Published:
         return self.store.publish("run", version, version, POLICIES[version], chunk_bytes=CHUNK, keep=2, created=1.5)
