@@ -26,8 +26,8 @@ _READ_S = 0.05
 class Job:
     """A wanted chunk, and the requests for it that run now.
 
-    is_over: a verified copy came, or it is not wanted any more. copy: the former, until it is spread; not longer, since a circle
-    of references would keep its memory.
+    is_over: a verified copy came, or it is not wanted any more. copy: the former, until it is spread; not longer, since a
+    circle of references would keep its memory.
     """
 
     def __init__(self, want: Want) -> None:

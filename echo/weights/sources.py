@@ -25,8 +25,9 @@ from echo.weights.reputations import Patience, Reputations
 from echo.weights.transport import Abort
 
 _PER_PEER = 2
-# Chunks that are looked at for one choice: bounds its time, and any few hundred of a shuffled queue are as good as all.
-_LOOK_AT = 256
+# Chunks that are looked at for one choice, and pairs of chunk and peer: bounds its time, and any few of a shuffled queue are as
+# good as all.
+_LOOK_AT, _LOOK_AT_LEAST, _LOOK_AT_PAIRS = 256, 16, 2**14
 _WAIT_S = 0.05
 # So often the tracker is asked before a puller takes itself to be alone.
 _LOOKS_ALONE = 3
@@ -344,7 +345,8 @@ class Queue:
         fresh: str | None = None
         ours = False
         best: tuple[int, str, list[str]] | None = None
-        for digest, job in islice(self._waiting.items(), _LOOK_AT if usable else 1):
+        look_at = min(_LOOK_AT, max(_LOOK_AT_PAIRS // len(usable), _LOOK_AT_LEAST)) if usable else 1
+        for digest, job in islice(self._waiting.items(), look_at):
             holders = (
                 [url for url in usable if digest in usable[url].have and url not in job.tried] if self._holders[digest] else []
             )

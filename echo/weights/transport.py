@@ -213,7 +213,11 @@ def _open_socket(host: str, port: int, timeout_s: float, abort: Abort, watched: 
     """A connected one, watched from before it connects. Tries all addresses of the host, within `timeout_s` together."""
     until = time.monotonic() + timeout_s
     problem: OSError = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise OSError(f"{host} can't be the name of a host") from None
+    for family, kind, protocol, _, address in addresses:
         made = socket.socket(family, kind, protocol)
         try:
             made.settimeout(max(until - time.monotonic(), 0.001))

@@ -300,9 +300,17 @@ def test_a_peer_that_hangs_is_given_up(origin: Origin, monkeypatch: pytest.Monke
 
 
 def test_peers_that_are_not_there_are_passed_over(origin: Origin) -> None:
-    """And so is a URL that is none of a server."""
-    origin.claim("http://127.0.0.1:1")
-    origin.claim("http://:/")
+    """And so are URLs that no server can have."""
+    labels = "a" * 70
+    for url in (
+        "http://127.0.0.1:1",
+        "http://:/",
+        f"http://{labels}.test:1",
+        "http://127.0.0.1:99999",
+        "http://[::1",
+        "http://..:1",
+    ):
+        origin.claim(url)
     with peer() as puller:
         assert_is(pull(puller, origin))
 
