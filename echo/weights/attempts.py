@@ -117,8 +117,9 @@ def receive(
             raise ChunkError(f"{url}: offers {response.length:,} bytes where {left:,} are missing", retriable=True)
         begun, before = time.monotonic(), attempt.got
         while attempt.got < chunk.nbytes:
-            # What came in `_READ_S` so far: a fast source is read in large pieces, a slow one as its bytes arrive.
-            at_once = int(_READ_S * (attempt.got - before) / max(time.monotonic() - begun, 1e-6))
+            # What came in `_READ_S` so far: a fast source is read in large pieces, a slow one as its bytes arrive. Never more
+            # than all so far: the first bytes may have waited for us, and say little about the next.
+            at_once = int((attempt.got - before) * min(_READ_S / max(time.monotonic() - begun, 1e-6), 1.0))
             received = _read(response, attempt.room[attempt.got : attempt.got + _PIECE_BYTES], at_once)
             if not received:
                 raise ChunkError(f"{url}: the connection ended after {attempt.got:,} of {chunk.nbytes:,} bytes", retriable=True)

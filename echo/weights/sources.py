@@ -331,8 +331,8 @@ class Queue:
         self._tick()
         choice = self._choose()
         self._found_nothing = choice is None
-        at_origin = sum(self._at_origin.values())
-        self._is_spared = choice is None and bool(self._waiting) and at_origin < self._connections
+        # Also while strangers are tried, one after the other.
+        self._is_spared = bool(self._waiting) and sum(self._at_origin.values()) < self._connections
         return choice
 
     def _choose(self) -> Attempt | None:
@@ -361,7 +361,9 @@ class Queue:
             return self._begin(fresh, None)
         if best is not None:
             _, digest, free = best
-            return self._begin(digest, max(free, key=lambda url: self._reputations.speed(url) / (1 + self._at_peer[url])))
+            peer = max(free, key=lambda url: self._reputations.speed(url) / (1 + self._at_peer[url]))
+            if peer in proven or not (is_impatient and has_lane):
+                return self._begin(digest, peer)
         if is_impatient and has_lane and self._waiting:
             return self._begin(next(iter(self._waiting)), None)
         # All that is left is on its way, to us or to others, or waits for a peer that is busy.

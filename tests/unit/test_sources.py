@@ -306,6 +306,20 @@ def test_strangers_get_one_request_each_and_few_at_once() -> None:
     assert chosen[4] is None
 
 
+def test_strangers_that_fail_one_after_the_other_do_not_keep_the_origin_waiting() -> None:
+    """However many there are."""
+    clock = Clock(tick=0.01)
+    reputations = Reputations(clock=clock)
+    source = queue("abcd", reputations=reputations, clock=clock)
+    source.saw({f"p{index}": view("abcd") for index in range(1000)})
+    while (attempt := source.take()) is not None and attempt.peer is not None:
+        reputations.failed(attempt.peer)
+        assert source.left(attempt, failed=True) is None
+    assert attempt is not None
+    assert clock.now - attempt.begun < 0.1
+    assert len(attempt.job.tried) < 200
+
+
 def test_the_origin_is_spared_while_peers_give_half_of_what_it_would() -> None:
     """And not for longer than a bound once they do not, nor on account of bytes that turn out to be wrong."""
     reputations = Reputations(clock=Clock())
