@@ -45,7 +45,7 @@ _READER_DEFAULTS: dict[str, Any] = {
     # How long fetching rests once that is full. The client's own second is longer than it takes to read 64 MiB.
     "fetch.queue.backoff.ms": 20,
     # How long it rests after a batch that can't be unpacked: every question about the batch's end waits for it.
-    "fetch.error.backoff.ms": 50,
+    "fetch.error.backoff.ms": 200,
     "check.crcs": True,
     "allow.auto.create.topics": False,
 }
@@ -111,6 +111,7 @@ class KafkaLogReader:
         )
         self._scout: tuple[Partition, KafkaLogReader] | None = None
         self._scouted: list[LogRecord] = []
+        self._scouted_at: dict[Partition, int] = {}
 
     def assign(self, positions: Mapping[Partition, int]) -> None:
         self._dismiss_scout()
@@ -254,7 +255,8 @@ class KafkaLogReader:
             self._cluster.check(self._consumer)
             self._check_positions()
             with self._lock:
-                still = self._passing.look_into(self._assigned - self._paused - self._ends, self._positions)
+                # Also those that were at their end: what came since may be what gives nothing.
+                still = self._passing.look_into(self._assigned - self._paused, self._positions)
             if self._committed:
                 self._check_held()
                 self._scout_ahead(still)
@@ -298,15 +300,18 @@ class KafkaLogReader:
         """Have a reader that sees all records look at a place that gives nothing to one of committed records."""
         if self._scout is None:
             for partition, position in still.items():
-                self._scout = (partition, self._open_scout())
-                self._scout[1].assign({partition: position})
-                return
+                if self._scouted_at.get(partition) != position:
+                    self._scouted_at[partition] = position
+                    self._scout = (partition, self._open_scout())
+                    self._scout[1].assign({partition: position})
+                    return
             return
         partition, scout = self._scout
         try:
             found = scout.read(1, 0.0)
         except BrokerError as error:
             log.info("looking ahead failed", where=partition, error=str(error))
+            self._scouted_at.pop(partition, None)
             self._dismiss_scout()
             return
         if found or scout.at_end():

@@ -9,7 +9,7 @@ from echo.kafka import KafkaLogReader
 from echo.log import BEGINNING, LogRecord
 from echo.topics import load
 from tests.conftest import CreateTopic
-from tests.contracts.test_log_contract import read_to_end
+from tests.contracts.test_log_contract import read_to_end, read_until
 from tests.poison.protocol import GZIP, LZ4, NONE, SNAPPY, ZSTD, Answer, RawProducer, batch, bomb, record
 
 pytestmark = pytest.mark.kafka
@@ -105,6 +105,20 @@ def test_a_batch_that_the_client_is_silent_about_is_passed_over(
     end = readable + 3
     assert [(one.offset, one.span) for one in found if one.unreadable] == [(readable, 3)]
     assert [one.offset for one in found if not one.unreadable] == [*range(readable), end, end + 1, end + 2]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_such_a_batch_is_passed_over_by_a_reader_that_waited_at_the_end_for_it(
+    apache: RunningBroker, create_topic: CreateTopic, committed: bool
+) -> None:
+    topic = create_topic(apache, "waiting", config=config(PROMISED))
+    settings = {"bootstrap.servers": apache.bootstrap_servers}
+    with closing(KafkaLogReader(settings, client_id="t", max_record_bytes=2**24, committed=committed)) as reader:
+        reader.assign({(topic, 0): BEGINNING})
+        assert read_to_end(reader) == []
+        produce(apache, topic, batch([record(b"v", length=0)], codec=ZSTD), three((0, 1, 2)))
+        found = read_until(reader, lambda records: len(records) >= 4)
+    assert [(one.offset, one.unreadable != "") for one in found] == [(0, True), (1, False), (2, False), (3, False)]
 
 
 def test_what_our_producers_pack_is_stored_as_it_comes(apache: RunningBroker, create_topic: CreateTopic) -> None:
