@@ -129,12 +129,12 @@ class Faults:
                     continue
 
     def _add_bad_peers(self) -> None:
-        """Each claims to hold every chunk of the versions to come."""
+        """Each claims to hold, or to be fetching, every chunk of the versions to come."""
         self._peers.close()
         newest = max((line.get("version", 0) for line in self._swarm.journal()), default=0)
         for _ in range(_BAD_PEERS):
             peer = self._peers.enter_context(BadPeer(self._draw.choice(KINDS)))
-            body = json.dumps({"url": peer.url, "have": "/" * 4096}).encode()
+            body = json.dumps({"url": peer.url, "pending" if peer.only_claims else "have": "/" * 4096}).encode()
             for version in range(newest, newest + _VERSIONS_AHEAD):
                 url = f"{self._swarm.run.weights_url}/v1/runs/{self._swarm.run.run_id}/peers/{version}"
                 request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
