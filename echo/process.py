@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -86,6 +87,13 @@ def end_with_asking_parent() -> None:
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if parent.isdigit():
         die_with_parent(int(parent))
+
+
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether something, or the end, can be read within the time. Not `select`, which fails for descriptors from 1024 on."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 class Child:

@@ -4,7 +4,6 @@ Refuses to know which broker it is.
 """
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from echo.broker import guard
 from echo.errors import BrokerError
 from echo.kafka import KafkaLogAdmin
+from echo.process import is_readable
 
 HOST = "127.0.0.1"
 _GUARD_STARTS_S = 20.0
@@ -68,8 +68,7 @@ class GuardedProcess:
         out = self._guard.stdout
         assert out is not None
         with out:
-            ready, _, _ = select.select([out], [], [], _GUARD_STARTS_S)
-            line = out.readline() if ready else b""
+            line = out.readline() if is_readable(out.fileno(), _GUARD_STARTS_S) else b""
         if not line:
             self.stop()
             raise BrokerError(f"{self.name} can't be started: {self.last_words()}")

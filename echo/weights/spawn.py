@@ -7,7 +7,6 @@ answers.
 
 import http.client
 import os
-import select
 import ssl
 import sys
 import time
@@ -19,7 +18,7 @@ from echo.addresses import authority, local_host
 from echo.background import Background
 from echo.config import RunConfig
 from echo.errors import WeightsError
-from echo.process import Child, stop_children
+from echo.process import Child, is_readable, stop_children
 from echo.restarts import Restarts
 from echo.weights.urls import TOKEN_VARIABLE, check_token
 
@@ -192,8 +191,7 @@ def _read_port(receiving: int, deadline: float) -> int | None:
     """The child writes one line when its socket listens; the pipe ends when the child does."""
     line = b""
     while not line.endswith(b"\n"):
-        readable, _, _ = select.select([receiving], [], [], max(deadline - time.monotonic(), 0))
-        piece = os.read(receiving, 64) if readable else b""
+        piece = os.read(receiving, 64) if is_readable(receiving, max(deadline - time.monotonic(), 0)) else b""
         if not piece:
             return None
         line += piece

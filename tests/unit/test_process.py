@@ -1,6 +1,9 @@
 """What every process does alike: log lines on a full disk, the log files of children, run files that can't be written."""
 
+import fcntl
 import io
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ import structlog
 
 from echo.config import RunConfig
 from echo.errors import ConfigError
-from echo.process import Child, configure_logging
+from echo.process import Child, configure_logging, is_readable
 from echo.run_file import load, save
 from tests.conftest import ROOT
 from tests.helpers import full_disk
@@ -63,3 +66,22 @@ def test_a_run_file_on_a_full_disk_is_one_error_and_the_one_before_stands(tmp_pa
     assert load(path).run_id == "first"
     assert [one.name for one in tmp_path.iterdir()] == ["run.yaml"]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_with_many_connections_still_reads_what_its_children_tell() -> None:
+    """A trainer whose weight server is started again, while strangers hold descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        receiving, sending = os.pipe()
+        high = fcntl.fcntl(receiving, fcntl.F_DUPFD_CLOEXEC, 1500)
+        assert not is_readable(high, 0.0)
+        os.write(sending, b"9103\n")
+        assert is_readable(high, 5.0)
+        assert os.read(high, 64) == b"9103\n"
+        os.close(sending)
+        assert is_readable(high, 5.0), "the end is something to read, too"
+        for one in (receiving, high):
+            os.close(one)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
