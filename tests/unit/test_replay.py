@@ -25,6 +25,7 @@ from echo.broker import RunningBroker
 from echo.config import RunConfig
 from echo.errors import CheckpointError
 from echo.kafka import KafkaLogAdmin, KafkaLogProducer
+from echo.log import LogRecord
 from echo.metrics import TrainerMetrics
 from echo.process import StopSignal
 from echo.run_file import save
@@ -121,6 +122,21 @@ def test_a_record_that_retention_deleted_is_named(trained: tuple[Cluster, RunCon
     with pytest.raises(CheckpointError, match=rf"step 1 .* partition {partition} offset {offsets[0]} .*retention") as caught:
         replayed(cluster, run, 1)
     assert "replay a later step" in str(caught.value)
+
+
+def test_a_record_that_can_not_be_read_any_more_is_named(trained: tuple[Cluster, RunConfig, list[list[MicroBatch]]]) -> None:
+    """The disk spoiled its batch, say: another record of the batch before it is part of it."""
+    cluster, run, _ = trained
+    partition, offsets = next(iter(find_step(journal_of(run), 1).wanted.items()))
+    part = cluster.log.partition((NAMES.trajectories, partition))
+    first = offsets[1] - 1
+    part.records[first : offsets[1] + 1] = [
+        LogRecord(NAMES.trajectories, partition, offset, None, (), None, 0, "its sum is wrong", offsets[1] + 1 - offset)
+        for offset in (first, offsets[1])
+    ]
+    lost = min(offset for offset in offsets if offset >= first)
+    with pytest.raises(CheckpointError, match=rf"step 1 can't be replayed: .*\[{partition}\]@{lost} .*its sum is wrong"):
+        replayed(cluster, run, 1)
 
 
 def test_a_record_that_is_gone_from_the_middle_or_the_end_is_named(
