@@ -31,8 +31,7 @@ class _CurrentStandardError:
     def write(self, text: str) -> int:
         note = f"{self._lost} log lines could not be written here\n" if self._lost else ""
         try:
-            sys.stderr.write(note + text)
-            sys.stderr.flush()
+            _write_through(sys.stderr, note + text)
         except OSError:
             # A line comes in two parts, its text and its end.
             self._lost += text.count("\n")
@@ -87,6 +86,23 @@ def end_with_asking_parent() -> None:
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if parent.isdigit():
         die_with_parent(int(parent))
+
+
+def _write_through(stream: TextIO, text: str) -> None:
+    """Past the stream's buffer, which would keep what can't be written, and fail once more when the process ends."""
+    buffer = getattr(stream, "buffer", None)
+    if buffer is None:
+        stream.write(text)
+        stream.flush()
+        return
+    stream.flush()
+    left = memoryview(text.encode(stream.encoding or "utf-8", "backslashreplace"))
+    raw = getattr(buffer, "raw", buffer)
+    while left:
+        written = raw.write(left)
+        if written is None:
+            raise BlockingIOError("standard error is a pipe that is full and does not block")
+        left = left[written:]
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
