@@ -48,7 +48,7 @@ DEAD_S = 2.0
 PARTITIONS = 2
 VOCABULARY = 128
 # Of one process. The libraries take most of it; a record that unpacks to much, and is read, some tens.
-PEAK_MIB = 1200.0
+PEAK_MIB = 800.0
 
 _LOOK_S = 0.02
 _MEASURE_EVERY_S = 0.5
