@@ -251,7 +251,7 @@ def test_a_topic_that_the_run_rests_on_ends_both_sides_with_its_name_and_the_rem
 
 
 def test_heartbeats_that_are_deleted_are_waited_for_aloud_and_received_again(kafka: Kafka) -> None:
-    run = kafka.run(1, batch={"groups_per_step": 1000, "producer_dead_s": 2.0}, producer={"heartbeat_s": 0.2})
+    run = kafka.run(1, batch={"groups_per_step": 100_000, "producer_dead_s": 2.0}, producer={"heartbeat_s": 0.2})
     producer, stop = Producer(kafka, run), StopSignal()
     topic = kafka.names.heartbeats
     phase = 0
